@@ -1,0 +1,234 @@
+"""When the clip bounds change and to what: policies of the bounds as `TrainerCallback`s.
+
+The trainer measures (statistics, log-probs), the policy decides. A policy gets two events that transformers does not
+have, around each generation batch of training, and acts on the trainer it is handed; neither keeps a reference to the
+other.
+"""
+
+import logging
+import math
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, Literal
+
+from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
+
+from .clipping import Calibration, ClipNumbers, ClipSearch, solve
+
+
+if TYPE_CHECKING:
+    from .trainer import FP8GRPOTrainer
+
+logger = logging.getLogger(__name__)
+
+
+class ClippingPolicy(TrainerCallback):
+    """Base of every policy of the clip bounds. A trainer takes one at most.
+
+    Inside the two events a policy may use `trainer.clip_bounds` (get and set), `trainer.record_metrics({...})`, at the
+    begin `trainer.collect_clip_statistics(lower_points, upper_points, shadow=...)`, and at the end
+    `trainer.clip_statistics`, which then holds what the call at the begin asked for, summed over all ranks.
+    """
+
+    @property
+    def initial_bounds(self) -> tuple[float, float] | None:
+        """`(L, H)` to put in force when the trainer is built; `None` leaves the reference bounds."""
+        return None
+
+    def announcement(self, args: Any) -> str:
+        """What the trainer's start-up line says of this policy."""
+        return f"policy {type(self).__name__}"
+
+    def on_generation_begin(self, trainer: "FP8GRPOTrainer") -> None:
+        """Before a generation batch is generated, in training only."""
+
+    def on_generation_end(self, trainer: "FP8GRPOTrainer") -> None:
+        """After the last micro-batch of a generation batch has been trained on, before HF logs and saves."""
+
+
+class CalibratedClippingCallback(ClippingPolicy, ExportableState):
+    """Calibrated Clipping (arXiv 2609.22870, section 3): keep FP8's clipping equal to BF16's.
+
+    Every `calibration_interval` generation batches the batch is scored once more in BF16. The lower bound moves so that
+    FP8 clips as many negative-advantage tokens as BF16 clips at the reference bounds, the upper bound so that the
+    positive-to-negative update ratio equals BF16's, both through SmoothUpdate.
+
+    The state, the bounds and the number of completed generation batches, is saved with each checkpoint and restored
+    without any setting.
+
+    Args:
+        calibration_interval: generation batches between two recalibrations.
+        clip_lower_init, clip_upper_init: bounds before the first one.
+        clip_lower_min, clip_lower_max, clip_upper_min, clip_upper_max, clip_grid_step, clip_lower_max_change,
+            clip_upper_max_change, rebalance_with: see [`~trl_fp8.clipping.ClipSearch`].
+
+    Raises:
+        ValueError: a number is outside its range (same rules as [`FP8GRPOConfig`]).
+    """
+
+    def __init__(
+        self,
+        calibration_interval: int = 20,
+        clip_lower_init: float = 0.6,
+        clip_upper_init: float = 1.8,
+        clip_lower_min: float = 0.5,
+        clip_lower_max: float = 0.9,
+        clip_upper_min: float = 1.2,
+        clip_upper_max: float = 2.0,
+        clip_grid_step: float = 0.02,
+        clip_lower_max_change: float = 0.05,
+        clip_upper_max_change: float = 0.1,
+        rebalance_with: Literal["smoothed", "target"] = "smoothed",
+    ):
+        if not calibration_interval >= 1:
+            raise ValueError(
+                f"calibration_interval={calibration_interval} never comes round. Set a number of generation batches >= 1."
+            )
+        self.calibration_interval = calibration_interval
+        self.clip_lower_init = clip_lower_init
+        self.clip_upper_init = clip_upper_init
+        self.search = ClipSearch(
+            clip_lower_min,
+            clip_lower_max,
+            clip_upper_min,
+            clip_upper_max,
+            clip_grid_step,
+            clip_lower_max_change,
+            clip_upper_max_change,
+            rebalance_with,
+        )
+        self.clip_lower = clip_lower_init
+        self.clip_upper = clip_upper_init
+        self.num_completed_generation_batches = 0
+
+    @property
+    def initial_bounds(self) -> tuple[float, float]:
+        """`(L, H)` in force: the initial ones, or the restored ones after a resume."""
+        return self.clip_lower, self.clip_upper
+
+    def announcement(self, args: Any) -> str:
+        """When the first recalibration falls, in generation batches and optimizer steps."""
+        step = math.ceil(
+            self.calibration_interval * args.micro_batches_per_generation / args.gradient_accumulation_steps
+        )
+        return (
+            f"first recalibration after generation batch {self.calibration_interval} (optimizer step {step}), then "
+            f"every {self.calibration_interval} batches"
+        )
+
+    def state(self) -> dict:
+        """Arguments and state as plain numbers (and one word), for the checkpoint's `trainer_state.json`."""
+        return {
+            "args": {
+                "calibration_interval": self.calibration_interval,
+                "clip_lower_init": self.clip_lower_init,
+                "clip_upper_init": self.clip_upper_init,
+                **{f.name: getattr(self.search, f.name) for f in fields(ClipSearch)},
+            },
+            "attributes": {
+                "clip_lower": self.clip_lower,
+                "clip_upper": self.clip_upper,
+                "num_completed_generation_batches": self.num_completed_generation_batches,
+            },
+        }
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        name = type(self).__name__
+        if state.global_step > 0 and name not in state.stateful_callbacks:
+            logger.warning(
+                f"The checkpoint holds no state of {name}: the clip bounds start at [{self.clip_lower}, "
+                f"{self.clip_upper}] and generation batches are counted from {self.num_completed_generation_batches}."
+            )
+        # setdefault: HF updates an entry at each save and fails if the checkpoint it resumed from had none
+        saved = state.stateful_callbacks.setdefault(name, self.state())
+        for attribute, value in saved["attributes"].items():
+            setattr(self, attribute, value)
+        arguments = self.state()["args"]
+        changed = [
+            f"{key}: {old} -> {arguments[key]}"
+            for key, old in saved["args"].items()
+            if key in arguments and arguments[key] != old
+        ]
+        if changed:
+            logger.warning(f"{name}: settings differ from the checkpoint's, the new ones hold ({', '.join(changed)}).")
+        self._warn_if_idle(args, state)
+
+    def _warn_if_idle(self, args: Any, state: Any) -> None:
+        if args.ratios_are_one:
+            logger.warning(
+                f"Calibrated Clipping has nothing to calibrate: gradient_accumulation_steps="
+                f"{args.gradient_accumulation_steps} is a multiple of steps_per_generation * num_iterations="
+                f"{args.micro_batches_per_generation}, so each generation batch gets one update and every ratio is 1. "
+                "The bounds stay where they are. Raise steps_per_generation or num_iterations."
+            )
+            return
+        steps = state.max_steps * args.gradient_accumulation_steps / args.micro_batches_per_generation
+        if steps < self.calibration_interval:
+            logger.warning(
+                f"The run has {steps:g} generation batches, fewer than calibration_interval="
+                f"{self.calibration_interval}: the bounds stay at [{self.clip_lower}, {self.clip_upper}]. Lower "
+                "calibration_interval or train longer."
+            )
+
+    def _recalibrates(self, trainer: "FP8GRPOTrainer") -> bool:
+        number = self.num_completed_generation_batches + 1
+        return number % self.calibration_interval == 0 and not trainer.args.ratios_are_one
+
+    def on_generation_begin(self, trainer: "FP8GRPOTrainer") -> None:
+        trainer.clip_bounds = (self.clip_lower, self.clip_upper)
+        if self._recalibrates(trainer):
+            ref_lower, ref_upper = trainer.args.reference_bounds
+            trainer.collect_clip_statistics(
+                self.search.lower_points(self.clip_lower, ref_lower),
+                self.search.upper_points(self.clip_upper, ref_upper),
+                shadow=True,
+            )
+
+    def on_generation_end(self, trainer: "FP8GRPOTrainer") -> None:
+        if self._recalibrates(trainer):
+            bounds, ref_bounds = (self.clip_lower, self.clip_upper), trainer.args.reference_bounds
+            numbers = trainer.clip_statistics.numbers()
+            calibration = solve(numbers, self.search, bounds, ref_bounds)
+            trainer.record_metrics(_metrics(numbers, calibration, bounds, ref_bounds))
+            self.clip_lower, self.clip_upper = calibration.lower, calibration.upper
+            trainer.clip_bounds = (self.clip_lower, self.clip_upper)
+            if calibration.degenerate:
+                logger.warning(
+                    f"Recalibration at generation batch {self.num_completed_generation_batches + 1} kept the clip "
+                    f"bounds [{self.clip_lower:.4f}, {self.clip_upper:.4f}]: {_why_degenerate(numbers, calibration)}."
+                )
+        self.num_completed_generation_batches += 1
+
+
+def _metrics(
+    numbers: ClipNumbers, calibration: Calibration, bounds: tuple[float, float], ref_bounds: tuple[float, float]
+) -> dict[str, float | tuple[float, float]]:
+    """Metrics of one recalibration; pairs are (numerator, denominator)."""
+    policy, reference = numbers.policy, numbers.reference
+    metrics: dict[str, float | tuple[float, float]] = {
+        "calibration/alpha_low": (reference.lower_clipped[ref_bounds[0]], policy.num_negative),
+        "calibration/alpha_high": (reference.upper_clipped[ref_bounds[1]], policy.num_positive),
+        "calibration/rho_ref": (reference.positive_sum[ref_bounds[1]], reference.negative_sum[ref_bounds[0]]),
+        "calibration/rho": (policy.positive_sum[bounds[1]], policy.negative_sum[bounds[0]]),
+        "calibration/saturated": float(calibration.saturated),
+        "calibration/degenerate": float(calibration.degenerate),
+    }
+    if calibration.lower_target is not None and calibration.upper_target is not None:
+        metrics["calibration/rho_after"] = (
+            policy.positive_sum[calibration.upper],
+            policy.negative_sum[calibration.lower],
+        )
+        metrics["clip_bounds/lower_target"] = calibration.lower_target
+        metrics["clip_bounds/upper_target"] = calibration.upper_target
+    return metrics
+
+
+def _why_degenerate(numbers: ClipNumbers, calibration: Calibration) -> str:
+    if numbers.num_nonfinite:
+        return f"{numbers.num_nonfinite} tokens have a ratio, weight or advantage that is not finite"
+    if not numbers.policy.num_negative or not numbers.policy.num_positive:
+        return (
+            f"the batch has {numbers.policy.num_negative} tokens of negative and {numbers.policy.num_positive} of "
+            "positive advantage"
+        )
+    return "every negative-advantage token is clipped, so the update ratio has no denominator"

@@ -1,0 +1,419 @@
+"""The mathematics of clip bounds: pure functions and records on tensors, no trainer, no logging.
+
+Shapes: B sequences, T completion tokens. Symbols of the paper (arXiv 2609.22870, and `docs/method.md`):
+
+    r      importance ratio pi_theta / pi_old of a token, under the FP8 ("policy") or the BF16 ("reference") forward
+    w      truncated importance weight min(pi_old / pi_sampler, C), 1 where the sampler is the policy itself
+    A      advantage
+    L, H   lower and upper clip bound on r
+    F(c)   share of A < 0 tokens with r <= c
+    P(h)   sum over A > 0 with r < h of w r A
+    N(c)   sum over A < 0 with r > c of w r |A|
+    rho    P(H) / N(L), the positive-to-negative update ratio
+
+Everything calibration needs is additive over tokens, so a batch is reduced to histograms over sorted points
+([`ClipStatistics`]), which add up over micro-batches and ranks. The points include every bound SmoothUpdate could
+produce, so the decision ([`solve`]) is exact although smoothed bounds lie off the search grid.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+
+# Sums taken in another order (micro-batches, ranks) agree to about 1e-12 relative. Two candidates whose distances to
+# the target differ by less than this share of the target are a tie, so that a decision never hangs on rounding.
+_TIE_TOLERANCE = 1e-9
+
+
+def smooth_update(bound: float, target: float, max_change: float) -> float:
+    """SmoothUpdate of the paper (section 3.3): move `bound` half-way to `target`, by `max_change` at most."""
+    return bound + min(max((target - bound) / 2, -max_change), max_change)
+
+
+@dataclass(frozen=True)
+class ClipSearch:
+    """Where bounds are searched and how fast they may move. All numbers are ratios (no unit).
+
+    Args:
+        clip_lower_min, clip_lower_max: search interval of the lower bound.
+        clip_upper_min, clip_upper_max: search interval of the upper bound.
+        clip_grid_step: distance of neighbouring candidates.
+        clip_lower_max_change, clip_upper_max_change: SmoothUpdate limits per recalibration.
+        rebalance_with: which lower bound stage 2 balances against, the `"smoothed"` one that training will use or the
+            raw `"target"`. The paper does not say; `"smoothed"` is this project's reading.
+
+    Raises:
+        ValueError: an interval is empty or inverted, a step or a limit is not positive, or a number is not finite.
+    """
+
+    clip_lower_min: float = 0.5
+    clip_lower_max: float = 0.9
+    clip_upper_min: float = 1.2
+    clip_upper_max: float = 2.0
+    clip_grid_step: float = 0.02
+    clip_lower_max_change: float = 0.05
+    clip_upper_max_change: float = 0.1
+    rebalance_with: Literal["smoothed", "target"] = "smoothed"
+
+    def __post_init__(self):
+        for name in ("clip_lower_min", "clip_lower_max", "clip_upper_min", "clip_upper_max"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{name}={value} is not a clip bound: a ratio is positive and finite. Set a number > 0.")
+        for name in ("clip_grid_step", "clip_lower_max_change", "clip_upper_max_change"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{name}={value} leaves the bounds where they are. Set a finite number > 0.")
+        for side in ("lower", "upper"):
+            low, high = getattr(self, f"clip_{side}_min"), getattr(self, f"clip_{side}_max")
+            if not low < high:
+                raise ValueError(
+                    f"clip_{side}_min={low} and clip_{side}_max={high} leave nothing to search. "
+                    f"Set clip_{side}_min < clip_{side}_max."
+                )
+        if not (self.clip_lower_max < 1 < self.clip_upper_min):
+            raise ValueError(
+                f"clip_lower_max={self.clip_lower_max} and clip_upper_min={self.clip_upper_min} do not enclose the ratio 1 of an unchanged "
+                "policy, so every such token would be clipped. Set clip_lower_max < 1 < clip_upper_min."
+            )
+        if self.rebalance_with not in ("smoothed", "target"):
+            raise ValueError(
+                f"rebalance_with={self.rebalance_with!r} is not a lower bound stage 2 knows. Use 'smoothed' or 'target'."
+            )
+
+    @property
+    def lower_grid(self) -> list[float]:
+        """Candidates of the lower bound, ascending (21 with the defaults)."""
+        return _grid(self.clip_lower_min, self.clip_lower_max, self.clip_grid_step)
+
+    @property
+    def upper_grid(self) -> list[float]:
+        """Candidates of the upper bound, ascending (41 with the defaults)."""
+        return _grid(self.clip_upper_min, self.clip_upper_max, self.clip_grid_step)
+
+    def lower_points(self, bound: float, reference: float) -> list[float]:
+        """Points at which the lower side must be counted: grid, every smoothed candidate, in force, reference."""
+        grid = self.lower_grid
+        return sorted({*grid, *(smooth_update(bound, c, self.clip_lower_max_change) for c in grid), bound, reference})
+
+    def upper_points(self, bound: float, reference: float) -> list[float]:
+        """Points at which the upper side must be summed: grid, every smoothed candidate, in force, reference."""
+        grid = self.upper_grid
+        return sorted({*grid, *(smooth_update(bound, h, self.clip_upper_max_change) for h in grid), bound, reference})
+
+
+def _grid(low: float, high: float, step: float) -> list[float]:
+    # `arange` would put 0.7000000000000001 on the grid and lose or gain the last point
+    return [round(low + k * step, 10) for k in range(int((high - low) / step + 1e-9) + 1)]
+
+
+class ClipStatistics:
+    """Additive clip statistics of a batch, for the FP8 policy and (optionally) the BF16 reference.
+
+    Args:
+        lower_points (`list[float]`): sorted points c at which the A < 0 side is counted and summed.
+        upper_points (`list[float]`): sorted points h at which the A > 0 side is counted and summed.
+        delta (`float`, *optional*): TRL's two-sided clip. An A < 0 token with r > delta has no gradient either, so it
+            is left out of N.
+
+    `flat` is one float64 tensor that holds everything; sum it over ranks (an all-reduce in place is fine) and every
+    query answers for the world.
+    """
+
+    def __init__(self, lower_points: list[float], upper_points: list[float], delta: float | None = None):
+        for name, points in (("lower_points", lower_points), ("upper_points", upper_points)):
+            if not points or sorted(points) != list(points) or not all(map(math.isfinite, points)):
+                raise ValueError(f"{name}={points} cannot be searched. Pass at least one finite point, ascending.")
+        self.lower_points = list(lower_points)
+        self.upper_points = list(upper_points)
+        self.delta = delta
+        self.flat: Tensor | None = None
+
+    def update(
+        self,
+        ratio: Tensor,
+        ref_ratio: Tensor | None,
+        advantages: Tensor,
+        mask: Tensor,
+        is_weight: Tensor | None = None,
+        ref_is_weight: Tensor | None = None,
+    ) -> None:
+        """Add the tokens of one micro-batch.
+
+        Args:
+            ratio (`Tensor` of shape `(B, T)`): r under FP8, in the precision of the loss (float32).
+            ref_ratio (`Tensor` of shape `(B, T)`, *optional*): r under BF16. `None` counts the policy only.
+            advantages (`Tensor` of shape `(B,)`, `(B, 1)` or `(B, T)`): A.
+            mask (`Tensor` of shape `(B, T)`): nonzero where the loss keeps the token.
+            is_weight (`Tensor` of shape `(B, T)` or `(B, 1)`, *optional*): w of the loss. A token with w = 0 is
+                dropped by the loss and counts nowhere, on neither side.
+            ref_is_weight (same, *optional*): w with the BF16 pi_old.
+        """
+        shape = mask.shape
+        advantages = (advantages.unsqueeze(1) if advantages.dim() == 1 else advantages).double().expand(shape)
+        keep = mask.bool() & (advantages != 0)
+        weight = _weight(is_weight, ratio)
+        if is_weight is not None:
+            keep = keep & (weight != 0)
+        sides = [(ratio.double(), weight)]
+        if ref_ratio is not None:
+            sides.append((ref_ratio.double(), _weight(ref_is_weight, ref_ratio)))
+
+        finite = torch.isfinite(advantages)
+        for side_ratio, side_weight in sides:
+            finite = finite & torch.isfinite(side_ratio) & torch.isfinite(side_weight)
+        counted = keep & finite
+        parts = [self._histograms(side_ratio, side_weight, advantages, counted) for side_ratio, side_weight in sides]
+        if ref_ratio is None:
+            parts.append(torch.zeros_like(parts[0]))
+        flat = torch.cat([*parts, (keep & ~finite).sum(dtype=torch.float64).unsqueeze(0)])
+        self.flat = flat if self.flat is None else self.flat + flat
+
+    def _histograms(self, ratio: Tensor, weight: Tensor, advantages: Tensor, counted: Tensor) -> Tensor:
+        """Counts and sums of w r |A| per bin between points: `(2 (n_lower + 1) + 2 (n_upper + 1),)`, float64."""
+        zero = ratio.new_zeros(())
+        # `where`, never a product with the mask: NaN * 0 is NaN
+        ratio = torch.where(counted, ratio, zero).flatten()
+        mass = torch.where(counted, weight.expand(counted.shape), zero).flatten() * ratio
+        mass = mass * torch.where(counted, advantages, zero).abs().flatten()
+        negative = (counted & (advantages < 0)).flatten()
+        positive = (counted & (advantages > 0)).flatten()
+        unclipped = negative if self.delta is None else negative & (ratio <= self.delta)
+        parts = []
+        # r <= c is clipped on the lower side and r >= h on the upper one, so a ratio on a point belongs to the bin
+        # left of a lower point and right of an upper point
+        for points, right, count, summed in (
+            (self.lower_points, False, negative, unclipped),
+            (self.upper_points, True, positive, positive),
+        ):
+            bins = torch.bucketize(ratio, ratio.new_tensor(points), right=right)
+            empty = ratio.new_zeros(len(points) + 1)
+            parts.append(empty.index_add(0, bins, count.double()))
+            parts.append(empty.index_add(0, bins, torch.where(summed, mass, zero)))
+        return torch.cat(parts)
+
+    def numbers(self) -> "ClipNumbers":
+        """The statistics on the host, as plain numbers (one device synchronisation)."""
+        size = 2 * (len(self.lower_points) + 1) + 2 * (len(self.upper_points) + 1)
+        values = [0.0] * (2 * size + 1) if self.flat is None else self.flat.tolist()
+        policy = _SideNumbers.from_bins(values[:size], self.lower_points, self.upper_points)
+        reference = _SideNumbers.from_bins(values[size : 2 * size], self.lower_points, self.upper_points)
+        return ClipNumbers(policy, reference, num_nonfinite=int(values[-1]))
+
+
+def _weight(weight: Tensor | None, ratio: Tensor) -> Tensor:
+    return torch.ones((1, 1), dtype=torch.float64, device=ratio.device) if weight is None else weight.double()
+
+
+@dataclass(frozen=True)
+class _SideNumbers:
+    """Cumulative statistics of one forward (FP8 or BF16), keyed by point."""
+
+    num_negative: int
+    num_positive: int
+    lower_clipped: dict[float, int]  # c -> #{A<0, r <= c}
+    negative_sum: dict[float, float]  # c -> N(c)
+    upper_clipped: dict[float, int]  # h -> #{A>0, r >= h}
+    positive_sum: dict[float, float]  # h -> P(h)
+
+    @classmethod
+    def from_bins(cls, bins: list[float], lower_points: list[float], upper_points: list[float]) -> "_SideNumbers":
+        n_lower, n_upper = len(lower_points) + 1, len(upper_points) + 1
+        negative_count, negative_mass = bins[:n_lower], bins[n_lower : 2 * n_lower]
+        positive_count, positive_mass = bins[2 * n_lower : 2 * n_lower + n_upper], bins[2 * n_lower + n_upper :]
+        # Each sum is taken over the bins it covers, never as a difference: a sum over no token is exactly 0
+        return cls(
+            num_negative=int(sum(negative_count)),
+            num_positive=int(sum(positive_count)),
+            lower_clipped={c: int(sum(negative_count[: i + 1])) for i, c in enumerate(lower_points)},
+            negative_sum={c: sum(negative_mass[i + 1 :]) for i, c in enumerate(lower_points)},
+            upper_clipped={h: int(sum(positive_count[i + 1 :])) for i, h in enumerate(upper_points)},
+            positive_sum={h: sum(positive_mass[: i + 1]) for i, h in enumerate(upper_points)},
+        )
+
+
+@dataclass(frozen=True)
+class ClipNumbers:
+    """[`ClipStatistics`] of a whole batch as plain numbers: `policy` (FP8), `reference` (BF16), `num_nonfinite`."""
+
+    policy: _SideNumbers
+    reference: _SideNumbers
+    num_nonfinite: int
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """One decision.
+
+    `lower`, `upper` are the new bounds; in the `degenerate` case the old ones, and the other numbers are `None` where
+    they are not defined. `saturated`: a target lies on the end of its search interval.
+    """
+
+    lower: float
+    upper: float
+    lower_target: float | None
+    upper_target: float | None
+    alpha_low: float | None
+    clip_share_before: float | None
+    rho_ref: float | None
+    rho_before: float | None
+    rho_after: float | None
+    saturated: bool
+    degenerate: bool
+
+
+def solve(
+    numbers: ClipNumbers, search: ClipSearch, bounds: tuple[float, float], ref_bounds: tuple[float, float]
+) -> Calibration:
+    """Decide the next bounds from the statistics of a batch (paper section 3, Algorithm 1; `docs/method.md` 4-6).
+
+    Args:
+        numbers: statistics taken at `search.lower_points(bounds[0], ref_bounds[0])` and `search.upper_points(...)`.
+        search: ranges, step, limits.
+        bounds: `(L, H)` in force for the batch.
+        ref_bounds: `(c_low, c_high)`, the trust region one would use in BF16.
+    """
+    policy, reference = numbers.policy, numbers.reference
+    (lower, upper), (ref_lower, ref_upper) = bounds, ref_bounds
+    n_negative = policy.num_negative
+    alpha_low = reference.lower_clipped[ref_lower] / n_negative if n_negative else None
+    clip_share_before = policy.lower_clipped[lower] / n_negative if n_negative else None
+    rho_ref = _divide(reference.positive_sum[ref_upper], reference.negative_sum[ref_lower])
+    rho_before = _divide(policy.positive_sum[upper], policy.negative_sum[lower])
+
+    def keep() -> Calibration:
+        return Calibration(
+            lower, upper, None, None, alpha_low, clip_share_before, rho_ref, rho_before, rho_before, False, True
+        )
+
+    if numbers.num_nonfinite or not n_negative or not policy.num_positive or rho_ref is None:
+        return keep()
+
+    # Stage 1 compares counts, not shares: integers have no rounding
+    target_count = reference.lower_clipped[ref_lower]
+    lower_target = _nearest(
+        search.lower_grid, lambda c: abs(policy.lower_clipped[c] - target_count), ref_lower, tolerance=0.0
+    )
+    new_lower = smooth_update(lower, lower_target, search.clip_lower_max_change)
+
+    denominator = policy.negative_sum[new_lower if search.rebalance_with == "smoothed" else lower_target]
+    if not denominator > 0 or not policy.negative_sum[new_lower] > 0:
+        return keep()
+    upper_target = _nearest(
+        search.upper_grid,
+        lambda h: abs(policy.positive_sum[h] / denominator - rho_ref),
+        ref_upper,
+        tolerance=_TIE_TOLERANCE * rho_ref,
+    )
+    new_upper = smooth_update(upper, upper_target, search.clip_upper_max_change)
+    return Calibration(
+        lower=new_lower,
+        upper=new_upper,
+        lower_target=lower_target,
+        upper_target=upper_target,
+        alpha_low=alpha_low,
+        clip_share_before=clip_share_before,
+        rho_ref=rho_ref,
+        rho_before=rho_before,
+        rho_after=policy.positive_sum[new_upper] / policy.negative_sum[new_lower],
+        saturated=lower_target in (search.lower_grid[0], search.lower_grid[-1])
+        or upper_target in (search.upper_grid[0], search.upper_grid[-1]),
+        degenerate=False,
+    )
+
+
+def _divide(numerator: float, denominator: float) -> float | None:
+    return numerator / denominator if denominator > 0 else None
+
+
+def _nearest(grid: list[float], distance, reference: float, tolerance: float) -> float:
+    """Grid point of the smallest distance; ties go to the point nearest `reference`, then to the smaller one."""
+    distances = [distance(point) for point in grid]
+    best = min(distances)
+    tied = [point for point, d in zip(grid, distances, strict=True) if d - best <= tolerance]
+    # rounding: 0.8 - 0.78 and 0.82 - 0.8 are equally near, yet differ in their last bit
+    return min(tied, key=lambda point: (round(abs(point - reference), 10), point))
+
+
+def calibrate_bounds(
+    ratio: Tensor,
+    ref_ratio: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    is_weight: Tensor | None = None,
+    ref_is_weight: Tensor | None = None,
+    bounds: tuple[float, float] = (0.6, 1.8),
+    ref_bounds: tuple[float, float] = (0.8, 1.24),
+    search: ClipSearch = ClipSearch(),  # noqa: B008 - frozen
+    rebalance_with: Literal["smoothed", "target"] | None = None,
+) -> Calibration:
+    """Calibrated Clipping in one call over plain tensors; the trainer's streamed form decides identically.
+
+    Args:
+        ratio (`Tensor` of shape `(B, T)`): importance ratios of the FP8 forward.
+        ref_ratio (`Tensor` of shape `(B, T)`): importance ratios of the BF16 forward of the same weights.
+        advantages (`Tensor` of shape `(B,)` or `(B, T)`): A. Tokens with A = 0 are in neither set.
+        mask (`Tensor` of shape `(B, T)`): nonzero for the tokens the loss keeps.
+        is_weight, ref_is_weight (`Tensor` of shape `(B, T)` or `(B, 1)`, *optional*): truncated importance weights of
+            the FP8 and of the BF16 old policy against the sampler; 1 when absent.
+        bounds: `(L, H)` in force.
+        ref_bounds: `(1 - epsilon, 1 + epsilon_high)`, the BF16 trust region.
+        search: ranges, step and limits.
+        rebalance_with: overrides `search.rebalance_with`.
+
+    Returns:
+        [`Calibration`]: the new bounds and how they came about. Source: arXiv 2609.22870, section 3.
+    """
+    if rebalance_with is not None:
+        search = ClipSearch(**{**vars(search), "rebalance_with": rebalance_with})
+    statistics = ClipStatistics(
+        search.lower_points(bounds[0], ref_bounds[0]), search.upper_points(bounds[1], ref_bounds[1])
+    )
+    statistics.update(ratio, ref_ratio, advantages, mask, is_weight, ref_is_weight)
+    return solve(statistics.numbers(), search, bounds, ref_bounds)
+
+
+def importance_weight(
+    old_per_token_logps: Tensor,
+    sampling_per_token_logps: Tensor,
+    mask: Tensor,
+    *,
+    mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "token_truncate",
+    clip_min: float | None = None,
+    clip_max: float | None = 2.0,
+) -> Tensor:
+    """Truncated importance weight w of the old policy against the sampler, as TRL's `importance_sampling_ratio`.
+
+    Args:
+        old_per_token_logps (`Tensor` of shape `(B, T)`): log pi_old, nats.
+        sampling_per_token_logps (`Tensor` of shape `(B, T)`): log pi_sampler, nats. NaN marks a token the engine could
+            not score; it gets w = 0 (TRL gives it 1).
+        mask (`Tensor` of shape `(B, T)`): nonzero for the tokens the loss keeps.
+        mode: TRL's `vllm_importance_sampling_mode`.
+        clip_min, clip_max: C_min and C (TIS: C = 2, arXiv 2609.22870 section 2).
+
+    Returns:
+        `Tensor` of shape `(B, T)`; in the sequence modes all kept tokens of a row carry the same number.
+    """
+    unscored = torch.isnan(sampling_per_token_logps)
+    log_weight = torch.nan_to_num((old_per_token_logps - sampling_per_token_logps) * mask, nan=0.0)
+    if mode in ("sequence_truncate", "sequence_mask"):
+        log_weight = log_weight.sum(dim=-1, keepdim=True)
+    elif mode not in ("token_truncate", "token_mask"):
+        raise ValueError(
+            f"mode={mode!r} is not an importance sampling mode of TRL. Use 'token_truncate', 'token_mask', "
+            "'sequence_truncate' or 'sequence_mask'."
+        )
+    weight = torch.exp(log_weight)
+    low = -math.inf if clip_min is None else clip_min
+    high = math.inf if clip_max is None else clip_max
+    if mode in ("token_truncate", "sequence_truncate"):
+        weight = torch.clamp(weight, min=low, max=high)
+    else:
+        weight = weight.masked_fill((weight < low) | (weight > high), 0.0)
+    return torch.where(unscored, 0.0, weight.expand(unscored.shape))

@@ -1,0 +1,293 @@
+"""FP8 training linears through TorchAO: recipes, in-place conversion with a report, and the BF16 shadow switch.
+
+A linear layer runs three matmuls: output = x W^T, grad_x = g W, grad_W = g^T x. A recipe says at which granularity the
+six operands are scaled before they are cast to FP8 (S_X = max|X| / F_max over the whole tensor, or over each row), in
+which format (e4m3, F_max = 448; e5m2, F_max = 57344), and which matmuls stay in high precision:
+
+    tensorwise           one scale per tensor; gradients in e5m2
+    rowwise              one scale per row of the reduced dimension; e4m3 everywhere
+    rowwise_with_gw_hp   rowwise output, grad_x with a tensorwise weight, grad_W in high precision
+
+Parameters stay what they were (FP32 or BF16 masters, same names, same objects): the cast happens inside the forward.
+So one flag is enough to run the unconverted model on the same weights, see [`high_precision`].
+
+Emulation casts to FP8 with the same scales and multiplies the dequantised values in FP32; it needs no FP8 hardware.
+"""
+
+import dataclasses
+import fnmatch
+import logging
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from ._upstream import (
+    Float8Linear,
+    Float8LinearConfig,
+    adapter_modules,
+    matmul_with_hp_or_float8_args,
+    module_hooks,
+    swap_linear_layers,
+)
+
+
+logger = logging.getLogger(__name__)
+
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+# Recipes whose weight gradient is an FP8 matmul, whose reduced dimension is the number of tokens
+RECIPES_WITH_FP8_WEIGHT_GRADIENT = ("tensorwise", "rowwise")
+# cuBLAS and CUTLASS FP8 matmuls take feature (and reduced) dimensions that are multiples of this
+FEATURE_MULTIPLE = 16
+# Tensorwise scaled matmuls start with Ada (8.9), rowwise ones with Hopper (9.0)
+_MIN_CAPABILITY = {"tensorwise": (8, 9), "rowwise": (9, 0), "rowwise_with_gw_hp": (9, 0)}
+_ROUTER_NAMES = ("gate", "router", "shared_expert_gate")
+
+
+class SwitchableFloat8Linear(Float8Linear):
+    """TorchAO's `Float8Linear` that casts weight and input as autocast would, and can be switched to `nn.Linear`.
+
+    Casting the weight as well keeps trainer and rollout on the same values: both quantise the BF16-rounded weight.
+    Stock `Float8Linear` quantises the FP32 master, and follows the GPU's autocast dtype on every device.
+    """
+
+    high_precision = False
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the parent's name
+        if self.high_precision:
+            return nn.Linear.forward(self, input)
+        weight = self.weight
+        if torch.is_autocast_enabled(input.device.type):
+            dtype = torch.get_autocast_dtype(input.device.type)
+            input, weight = input.to(dtype), weight.to(dtype)  # noqa: A001
+        output = matmul_with_hp_or_float8_args.apply(input, weight.t(), self.linear_mm_config, self.config)
+        return output if self.bias is None else output + self.bias.to(output.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class ConversionReport:
+    """What [`convert_model`] did.
+
+    Args:
+        recipe: name of the recipe.
+        emulated: whether FP8 matmuls are emulated.
+        converted: fully qualified names of the linears now in FP8.
+        kept: name of each linear left as it was, with the reason.
+        num_fused_expert_parameters: parameters of fused (3-D) experts. They are no linears and stay as they were.
+    """
+
+    recipe: str
+    emulated: bool
+    converted: tuple[str, ...]
+    kept: dict[str, str]
+    num_fused_expert_parameters: int = 0
+
+    def __str__(self) -> str:
+        total = len(self.converted) + len(self.kept)
+        lines = [f"{len(self.converted)}/{total} linear layers train in FP8 ({self.recipe})"]
+        for reason, count in Counter(self.kept.values()).most_common():
+            names = [name for name, why in self.kept.items() if why == reason]
+            shown = ", ".join(names[:3]) + (", ..." if count > 3 else "")
+            lines.append(f"  {count:4d} kept: {reason} ({shown})")
+        if self.num_fused_expert_parameters:
+            lines.append(f"  {self.num_fused_expert_parameters:,} parameters of fused experts stay in high precision")
+        return "\n".join(lines)
+
+
+def resolve_emulation(recipe: str, emulate: bool | None, device: torch.device) -> bool:
+    """Whether FP8 matmuls are emulated on `device`: `None` uses real kernels where the device has them.
+
+    Raises:
+        ValueError: real kernels were asked for (`emulate=False`) where there are none.
+    """
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    needed = _MIN_CAPABILITY[recipe]
+    available = capability is not None and capability >= needed
+    if available:
+        return bool(emulate)
+    have = f"compute capability {capability[0]}.{capability[1]}" if capability else f"a {device.type} device"
+    need = f"fp8_recipe={recipe!r} needs compute capability {needed[0]}.{needed[1]} or newer"
+    if emulate is False:
+        raise ValueError(
+            f"fp8_emulate=False cannot run on {have}: {need}. Leave fp8_emulate unset to emulate FP8 here (slow, same "
+            "numerics), or use a device that has FP8 kernels."
+        )
+    if emulate is None and device.type != "cpu":
+        logger.warning(f"FP8 matmuls are emulated, slower than BF16, on {have}: {need}.")
+    return True
+
+
+def float8_config(recipe: str, scale_rounding: str, emulate: bool) -> Float8LinearConfig:
+    """TorchAO's configuration of `recipe`, with our scale rule and emulation and everything else untouched."""
+    return dataclasses.replace(
+        Float8LinearConfig.from_recipe_name(recipe),
+        emulate=emulate,
+        round_scales_to_power_of_2=scale_rounding == "power_of_2",
+    )
+
+
+def convert_model(
+    model: nn.Module,
+    recipe: str,
+    *,
+    exclude: Sequence[str] = (),
+    scale_rounding: str = "none",
+    emulate: bool = True,
+) -> ConversionReport:
+    """Swap the linear layers of `model` for FP8 ones, in place. Parameters keep their identity and their names.
+
+    Args:
+        model: a `PreTrainedModel` or a PEFT model around one, on one device, before anything hooks its linears.
+        recipe: `"tensorwise"`, `"rowwise"` or `"rowwise_with_gw_hp"`.
+        exclude: patterns of layers to keep, matched with `fnmatch` against the full name or a dotted suffix of it
+            (`lm_head` matches `model.lm_head`, not `lm_head2`). Output embeddings, routers, adapter layers and shapes
+            FP8 kernels cannot take are always kept.
+        scale_rounding: `"none"` or `"power_of_2"`.
+        emulate: see [`resolve_emulation`].
+
+    Returns:
+        [`ConversionReport`]
+
+    Raises:
+        ValueError: nothing is left to convert, a pattern matches nothing, or the model cannot be converted safely
+            (already converted, spread over devices, offloaded, hooked).
+    """
+    if recipe not in RECIPES:
+        raise ValueError(f"fp8_recipe={recipe!r} is not a recipe this package builds. Use one of {', '.join(RECIPES)}.")
+    _refuse_unsafe(model)
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    reasons = _kept_reasons(model, linears, exclude)
+    converted = tuple(name for name in linears if name not in reasons)
+    if not converted:
+        found = Counter(reasons.values())
+        listing = "; ".join(f"{count} kept: {reason}" for reason, count in found.items()) or "it has no linear layer"
+        raise ValueError(
+            f"fp8_recipe={recipe!r} converts no layer of {type(model).__name__} ({listing}), so training would not be "
+            "in FP8. Change fp8_exclude_modules or the model, or set fp8_recipe='none'."
+        )
+    for name in converted:
+        _refuse_hooked(name, linears[name])
+
+    config = float8_config(recipe, scale_rounding, emulate)
+    names = set(converted)
+
+    def from_float(linear: nn.Linear) -> nn.Linear:
+        float8_linear = SwitchableFloat8Linear.from_float(linear, config=config)
+        float8_linear.train(linear.training)
+        return float8_linear
+
+    swap_linear_layers(model, from_float, module_filter_fn=lambda module, name: name in names)
+    return ConversionReport(
+        recipe=recipe,
+        emulated=emulate,
+        converted=converted,
+        kept=reasons,
+        num_fused_expert_parameters=sum(p.numel() for n, p in model.named_parameters() if _is_fused_expert(n, p)),
+    )
+
+
+@contextmanager
+def high_precision(model: nn.Module) -> Iterator[None]:
+    """Run the FP8 linears of `model` as plain `nn.Linear` on the same parameters: the BF16 shadow switch.
+
+    Under autocast the result is bit-equal to the unconverted model under autocast. The previous state comes back on
+    exit, also after an exception and when nested. A model without FP8 linears is left alone.
+    """
+    switched = [(m, m.high_precision) for m in model.modules() if isinstance(m, SwitchableFloat8Linear)]
+    try:
+        for module, _ in switched:
+            module.high_precision = True
+        yield
+    finally:
+        for module, previous in switched:
+            module.high_precision = previous
+
+
+def _refuse_unsafe(model: nn.Module) -> None:
+    already = [name for name, module in model.named_modules() if isinstance(module, Float8Linear)]
+    if already:
+        raise ValueError(
+            f"The model already has FP8 linear layers ({already[0]} and {len(already) - 1} more); converting twice would "
+            "quantise with two recipes. Pass the unconverted model and let the trainer convert it."
+        )
+    devices = set((getattr(model, "hf_device_map", None) or {}).values())
+    if len(devices) > 1:
+        raise ValueError(
+            f"The model is spread over devices (device_map over {sorted(map(str, devices))}), which moves activations "
+            "with hooks the conversion would lose. Load it on one device (device_map=None), and use FSDP or DeepSpeed "
+            "for models that do not fit."
+        )
+
+
+def _refuse_hooked(name: str, linear: nn.Linear) -> None:
+    hooks = module_hooks(linear)
+    if hooks:
+        raise ValueError(
+            f"Layer {name} carries {', '.join(hooks)}, which the FP8 layer that replaces it would lose. Register hooks "
+            "(and apply offloading or parametrisations) after the trainer is built, or exclude the layer with "
+            "fp8_exclude_modules."
+        )
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"*.{pattern}")
+
+
+def _kept_reasons(model: nn.Module, linears: dict[str, nn.Linear], exclude: Sequence[str]) -> dict[str, str]:
+    """Name of each linear that must not be converted, with the reason."""
+    for pattern in exclude:
+        if not any(_matches(name, pattern) for name in linears):
+            inside = any(_matches(name, f"{pattern}.*") for name in linears)
+            hint = f" To keep the layers inside it, write {pattern + '.*'!r}." if inside else ""
+            raise ValueError(
+                f"fp8_exclude_modules pattern {pattern!r} matches no linear layer of the model, so nothing would be "
+                f"excluded.{hint} Names look like {next(iter(linears), '(none)')!r}; a pattern is matched against the "
+                "full name or a dotted suffix of it."
+            )
+    embeddings = _embedding_parameters(model)
+    adapters = adapter_modules(model)
+    outside = _outside_language_model(model)
+    reasons = {}
+    for name, linear in linears.items():
+        rows, columns = linear.out_features, linear.in_features
+        if id(linear.weight) in embeddings:
+            reasons[name] = "output embedding"
+        elif id(linear) in adapters:
+            reasons[name] = "adapter"
+        elif any(_matches(name, pattern) for pattern in exclude):
+            reasons[name] = "excluded by the user"
+        elif any(_matches(name, pattern) for pattern in _ROUTER_NAMES):
+            reasons[name] = "router"
+        elif id(linear) in outside:
+            reasons[name] = "outside the language model"
+        elif type(linear) is not nn.Linear:
+            reasons[name] = f"{type(linear).__name__} is not a plain nn.Linear"
+        elif rows % FEATURE_MULTIPLE or columns % FEATURE_MULTIPLE:
+            reasons[name] = f"shape not divisible by {FEATURE_MULTIPLE}"
+    return reasons
+
+
+def _embedding_parameters(model: nn.Module) -> set[int]:
+    """Ids of the input and output embedding weights, whatever they are called, tied or not, wrapped or not."""
+    modules = []
+    for getter in ("get_output_embeddings", "get_input_embeddings"):
+        module = getattr(model, getter, lambda: None)()
+        if module is not None:
+            modules.append(module)
+    return {id(p) for module in modules for p in module.parameters() if p.dim() == 2}
+
+
+def _outside_language_model(model: nn.Module) -> set[int]:
+    """Ids of the modules outside the language model of a vision-language model: their token counts fit no kernel."""
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(config, "get_text_config") or config.get_text_config() is config:
+        return set()
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+    inside = set() if decoder is None else {id(module) for module in decoder.modules()}
+    return {id(module) for module in model.modules()} - inside
+
+
+def _is_fused_expert(name: str, parameter: Tensor) -> bool:
+    return parameter.dim() == 3 and "expert" in name

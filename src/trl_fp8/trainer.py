@@ -1,0 +1,375 @@
+"""`FP8GRPOTrainer`: TRL's GRPO trainer with FP8 linears and Calibrated Clipping. Every override adds to its parent."""
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+from trl import GRPOTrainer
+from trl.models.utils import disable_gradient_checkpointing
+
+from . import checks, diagnostics
+from .callbacks import CalibratedClippingCallback, ClippingPolicy
+from .clipping import ClipSearch, ClipStatistics, importance_weight
+from .config import FP8GRPOConfig
+from .float8 import RECIPES_WITH_FP8_WEIGHT_GRADIENT, ConversionReport, convert_model, high_precision, resolve_emulation
+from .metrics import Metric, MetricWindow
+
+
+logger = logging.getLogger(__name__)
+
+# Token count per micro-batch is the reduced dimension of the FP8 weight gradient
+TOKEN_MULTIPLE = 16
+
+
+@dataclass
+class _Capture:
+    """What passes through the methods of one scope (generation, or one loss): the first forward and the masks."""
+
+    shadow: bool = False
+    per_token_logps: Tensor | None = None  # (B, T)
+    entropies: Tensor | None = None  # (B, T)
+    shadow_per_token_logps: Tensor | None = None  # (B, T)
+    masks: list[Tensor] = field(default_factory=list)  # each (B, T) or (B, 1)
+
+
+class FP8GRPOTrainer(GRPOTrainer):
+    """GRPO in FP8, stable: [`~trl.GRPOTrainer`] whose linears train in FP8 and whose clip bounds are calibrated.
+
+    Takes the arguments of [`~trl.GRPOTrainer`], with [`FP8GRPOConfig`] as `args`. With `fp8_recipe="none"` and
+    `use_calibrated_clipping=False` it is `GRPOTrainer`, bit for bit, with more metrics.
+
+    Raises:
+        ValueError, TypeError: a setting, the model or the data cannot give what was asked for.
+
+    Attributes:
+        conversion_report ([`~trl_fp8.float8.ConversionReport`] or `None`): what was converted.
+        clip_statistics ([`~trl_fp8.clipping.ClipStatistics`] or `None`): of the last generation batch a policy asked
+            for, summed over ranks.
+    """
+
+    _tag_names = ["trl", "grpo", "fp8"]
+    _name = "FP8-GRPO"
+    _paper = {
+        "title": "Towards Full Pipeline FP8 Reinforcement Learning for LLMs",
+        "id": "2609.22870",
+    }
+
+    def __init__(self, model, reward_funcs=None, args: FP8GRPOConfig | None = None, *positional: Any, **kwargs: Any):
+        if args is None:
+            name = model if isinstance(model, str) else model.config._name_or_path
+            args = FP8GRPOConfig(f"{name.split('/')[-1]}-FP8-GRPO")
+        checks.check_arguments(args, model, kwargs.get("quantization_config"))
+        self._window = MetricWindow()
+        self._capture: _Capture | None = None
+        self._collected: ClipStatistics | None = None
+        self._collect_shadow = False
+        self._generation_step = -1
+        self._shadow_seconds = 0.0
+        self.clip_statistics: ClipStatistics | None = None
+        self.conversion_report: ConversionReport | None = None
+        args, emulated = self._resolve_kernels(args)
+
+        super().__init__(model, reward_funcs, args, *positional, **kwargs)
+        self._clip_bounds = args.reference_bounds
+
+        checks.check_datasets(self)
+        checks.check_model(self)
+        if args.fp8_recipe != "none":
+            self.conversion_report = convert_model(
+                self.model,
+                args.fp8_recipe,
+                exclude=args.fp8_exclude_modules or (),
+                scale_rounding=args.fp8_scale_rounding,
+                emulate=emulated,
+            )
+            self._window.record({"fp8/num_converted_modules": float(len(self.conversion_report.converted))})
+        self._add_policy()
+        self._announce()
+
+    # -- construction ------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _resolve_kernels(args: FP8GRPOConfig) -> tuple[FP8GRPOConfig, bool]:
+        """Emulated or not, and the padding real kernels need."""
+        if args.fp8_recipe == "none":
+            return args, False
+        emulated = resolve_emulation(args.fp8_recipe, args.fp8_emulate, args.device)
+        if not emulated:
+            checks.check_kernel_dtype(args)
+            if args.fp8_recipe in RECIPES_WITH_FP8_WEIGHT_GRADIENT:
+                if args._pad_to_multiple_of_is_auto:
+                    args.pad_to_multiple_of = TOKEN_MULTIPLE
+                checks.check_padding(args, TOKEN_MULTIPLE)
+        return args, emulated
+
+    def _add_policy(self) -> None:
+        policies = self._policies()
+        if len(policies) > 1:
+            names = ", ".join(type(policy).__name__ for policy in policies)
+            raise ValueError(
+                f"callbacks holds {len(policies)} clipping policies ({names}), which would overwrite each other's "
+                "bounds. Pass one."
+            )
+        names = ["calibration_interval", "clip_lower_init", "clip_upper_init", *(f.name for f in fields(ClipSearch))]
+        if policies:
+            defaults = {f.name: f.default for f in fields(FP8GRPOConfig)}
+            ignored = [name for name in names if getattr(self.args, name) != defaults[name]]
+            if ignored:
+                logger.warning(
+                    f"{', '.join(ignored)} of FP8GRPOConfig have no effect: the clipping policy passed in callbacks "
+                    f"({type(policies[0]).__name__}) has its own settings."
+                )
+        elif self.args.use_calibrated_clipping:
+            self.add_callback(CalibratedClippingCallback(**{name: getattr(self.args, name) for name in names}))
+        for policy in self._policies():
+            if policy.initial_bounds is not None:
+                self.clip_bounds = policy.initial_bounds
+
+    def _announce(self) -> None:
+        """One table of the conversion and one line of what is in force, on the main process."""
+        if not self.accelerator.is_main_process:
+            return
+        args, report = self.args, self.conversion_report
+        if report is not None:
+            print(report)  # noqa: T201 - the user asked for FP8 and must see what became of it
+        parts = [f"fp8_recipe={args.fp8_recipe}"]
+        if report is not None:
+            total = len(report.converted) + len(report.kept)
+            parts.append(f"{len(report.converted)}/{total} layers, {'emulated' if report.emulated else 'FP8 kernels'}")
+        if args.use_vllm:
+            parts.append("rollout: vLLM in high precision")
+        else:
+            parts.append(f"rollout: transformers, {'the FP8' if report else 'the'} training forward")
+        parts.append(f"clip bounds [{self.clip_bounds[0]:.4g}, {self.clip_bounds[1]:.4g}]")
+        parts.append(f"BF16 reference bounds (epsilon, epsilon_high) [{args.reference_bounds[0]:.4g}, ")
+        parts[-1] += f"{args.reference_bounds[1]:.4g}]"
+        for policy in self._policies():
+            parts.append(policy.announcement(args))
+        if args._default_steps_per_generation:
+            parts.append(f"steps_per_generation={args.steps_per_generation} (4 * gradient_accumulation_steps)")
+        print("FP8 GRPO: " + "; ".join(parts))  # noqa: T201
+
+    # -- what a clipping policy may use --------------------------------------------------------------------------------
+
+    def _policies(self) -> list[ClippingPolicy]:
+        return [callback for callback in self.callback_handler.callbacks if isinstance(callback, ClippingPolicy)]
+
+    @property
+    def clip_bounds(self) -> tuple[float, float]:
+        """`(L, H)`: lower and upper clip bound on the importance ratio in force."""
+        return self._clip_bounds
+
+    @clip_bounds.setter
+    def clip_bounds(self, bounds: tuple[float, float]) -> None:
+        lower, upper = bounds
+        if not 0 < lower < 1 < upper:
+            raise ValueError(
+                f"clip_bounds=({lower}, {upper}) do not enclose the ratio 1 of an unchanged policy. Set 0 < lower < 1 < "
+                "upper."
+            )
+        self._clip_bounds = (lower, upper)
+        self.epsilon_low, self.epsilon_high = 1 - lower, upper - 1
+
+    def collect_clip_statistics(self, lower_points: list[float], upper_points: list[float], shadow: bool) -> None:
+        """Collect [`~trl_fp8.clipping.ClipStatistics`] over the generation batch that begins.
+
+        Args:
+            lower_points, upper_points: ascending points to count at, both sides.
+            shadow: whether to score the batch in BF16 as well (the reference side of the statistics).
+
+        Raises:
+            ValueError: a shadow pass is asked for where every ratio is 1 by construction.
+        """
+        if shadow and self.args.ratios_are_one:
+            raise ValueError(
+                "shadow=True asks for BF16 ratios, but with gradient_accumulation_steps="
+                f"{self.args.gradient_accumulation_steps} and steps_per_generation * num_iterations="
+                f"{self.args.micro_batches_per_generation} each generation batch gets one update and every ratio is 1. "
+                "Raise steps_per_generation or num_iterations, or ask for no shadow pass."
+            )
+        self._collected = ClipStatistics(lower_points, upper_points, delta=self.args.delta)
+        self._collect_shadow = shadow
+
+    def record_metrics(self, metrics: Mapping[str, Metric]) -> None:
+        """Log metrics with the next log, see [`~trl_fp8.metrics.MetricWindow`] for numbers and pairs."""
+        self._window.record(metrics, self.accelerator.device)
+
+    # -- overrides: add, then call the parent ----------------------------------------------------------------------------
+
+    def _load_callback_state(self) -> None:
+        policies = self._policies()
+        super()._load_callback_state()
+        # HF put a policy built from the checkpoint's arguments in place of the one this run was given; the policy
+        # restores its own state in `on_train_begin`
+        for policy in policies:
+            self.callback_handler.remove_callback(type(policy))
+            self.callback_handler.add_callback(policy)
+
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        if self.model.training:
+            checks.check_rewards(rewards, self.reward_func_names)
+        return rewards
+
+    def _generate_and_score_completions(self, inputs):
+        if not self.model.training:
+            return super()._generate_and_score_completions(inputs)
+        self._collected, self._collect_shadow, self._shadow_seconds = None, False, 0.0
+        for policy in self._policies():
+            policy.on_generation_begin(self)
+        self._generation_step = self.state.global_step
+        self._capture = capture = _Capture(shadow=self._collect_shadow)
+        try:
+            output = super()._generate_and_score_completions(inputs)
+        finally:
+            self._capture = None
+        # Without old log-probs the first forward may have been the reference model's
+        if capture.shadow_per_token_logps is not None and "old_per_token_logps" in output:
+            output["shadow_old_per_token_logps"] = capture.shadow_per_token_logps
+        return output
+
+    def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
+        result = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+        capture = self._capture
+        if capture is not None and capture.per_token_logps is None:
+            capture.per_token_logps = result[0].detach()
+            capture.entropies = None if result[1] is None else result[1].detach()
+            if capture.shadow:
+                kwargs = {**kwargs, "compute_entropy": False, "compute_aux_loss": False}
+                with self._shadow_pass():
+                    shadow = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+                capture.shadow_per_token_logps = shadow[0]
+        return result
+
+    def get_off_policy_mask(self, *args, **kwargs):
+        return self._captured(super().get_off_policy_mask(*args, **kwargs))
+
+    def get_high_entropy_mask(self, *args, **kwargs):
+        return self._captured(super().get_high_entropy_mask(*args, **kwargs))
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        if not self.model.training:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        # Before the first optimizer step on a batch the weights are those of the first shadow pass
+        moved = self.state.global_step != self._generation_step
+        self._capture = capture = _Capture(shadow="shadow_old_per_token_logps" in inputs and moved)
+        try:
+            loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        finally:
+            self._capture = None
+        with torch.no_grad():
+            self._measure(inputs, capture, moved)
+        return loss
+
+    def training_step(self, model, inputs, num_items_in_batch):
+        output = super().training_step(model, inputs, num_items_in_batch)
+        if self._step % self.args.micro_batches_per_generation == 0:
+            self._end_generation()
+        if self.accelerator.sync_gradients:
+            self._window.reduce(lambda tensor: self.accelerator.reduce(tensor, reduction="sum"))
+        return output
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if self.model.training:
+            logs.update(self._window.flush())
+        super().log(logs, start_time)
+
+    # -- measuring -------------------------------------------------------------------------------------------------------
+
+    def _captured(self, mask: Tensor) -> Tensor:
+        if self._capture is not None:
+            self._capture.masks.append(mask.detach())
+        return mask
+
+    @contextmanager
+    def _shadow_pass(self) -> Iterator[None]:
+        """Forward passes inside are the unconverted model's, and leave gradients and RNG state alone."""
+        device = self.accelerator.device
+        on_accelerator = device.type != "cpu"
+        with contextlib.ExitStack() as stack:
+            if (self.args.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
+                # Reentrant checkpointing warns in a pass without gradients
+                stack.enter_context(disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs))
+            stack.enter_context(torch.no_grad())
+            devices = [device] if on_accelerator else []
+            stack.enter_context(torch.random.fork_rng(devices, device_type=device.type))
+            stack.enter_context(high_precision(self.model))
+            if on_accelerator:
+                torch.accelerator.synchronize()
+            start = time.perf_counter()
+            yield
+            if on_accelerator:
+                torch.accelerator.synchronize()
+            self._shadow_seconds += time.perf_counter() - start
+
+    def _measure(self, inputs: dict[str, Any], capture: _Capture, moved: bool) -> None:
+        """Statistics and metrics of one micro-batch, from what the loss computed anyway (and the shadow pass)."""
+        per_token_logps = capture.per_token_logps
+        assert per_token_logps is not None  # every loss scores its completions first
+        has_old = "old_per_token_logps" in inputs
+        old = inputs["old_per_token_logps"] if has_old else per_token_logps
+        mask = inputs["completion_mask"].bool()
+        if "tool_mask" in inputs:
+            mask = mask & inputs["tool_mask"].bool()
+        kept = mask
+        for loss_mask in capture.masks:
+            kept = kept & loss_mask.bool()
+        weighted = self.use_vllm and self.vllm_importance_sampling_correction
+        weight = inputs["importance_sampling_ratio"] if weighted else None
+        if weight is not None:
+            kept = kept & (weight != 0)
+        log_ratio = per_token_logps - old
+        ratio = torch.exp(log_ratio)
+        advantages = inputs["advantages"]
+        negative, positive = diagnostics.signs(advantages, kept)
+        ref_bounds = self.args.reference_bounds
+
+        metrics: dict[str, Metric] = {
+            "clip_bounds/lower": self.clip_bounds[0],
+            "clip_bounds/upper": self.clip_bounds[1],
+            **diagnostics.clip_shares(ratio, negative, positive, self.clip_bounds, ref_bounds),
+        }
+        if capture.entropies is not None:
+            metrics |= diagnostics.entropy_bins(capture.entropies, mask)
+        if has_old and not moved:
+            metrics |= diagnostics.noise_floor(log_ratio, mask)
+
+        ref_ratio, ref_weight = None, None
+        shadow_old = inputs.get("shadow_old_per_token_logps")
+        if shadow_old is not None:
+            shadow = capture.shadow_per_token_logps if moved else shadow_old
+            ref_ratio = torch.exp(shadow - shadow_old)
+            metrics |= diagnostics.quantization_error(per_token_logps, shadow, ratio, ref_ratio, mask)
+            metrics |= diagnostics.over_clipping(ratio, ref_ratio, negative, positive, ref_bounds)
+            if weighted:
+                ref_weight = self._reference_weight(inputs, shadow_old, mask)
+        if self._collected is not None:
+            self._collected.update(ratio, ref_ratio, advantages, kept, weight, ref_weight)
+        self.record_metrics(metrics)
+
+    def _reference_weight(self, inputs: dict[str, Any], shadow_old: Tensor, mask: Tensor) -> Tensor:
+        return importance_weight(
+            shadow_old,
+            inputs["sampling_per_token_logps"],
+            mask,
+            mode=self.vllm_importance_sampling_mode,
+            clip_min=self.vllm_importance_sampling_clip_min,
+            clip_max=self.vllm_importance_sampling_clip_max,
+        )
+
+    def _end_generation(self) -> None:
+        statistics = self._collected
+        if statistics is not None and statistics.flat is not None:
+            statistics.flat = self.accelerator.reduce(statistics.flat, reduction="sum")
+            if self._collect_shadow:
+                self.record_metrics({"fp8/shadow_time": (self._shadow_seconds, 1.0)})
+        self.clip_statistics = statistics
+        for policy in self._policies():
+            policy.on_generation_end(self)
+        self._collected = None
