@@ -25,9 +25,9 @@ __all__ = [
     "swap_linear_layers",
 ]
 
-# trl 1.16: methods of `GRPOTrainer` that `FP8GRPOTrainer` overrides and calls through `super()`, with the parameters it
-# relies on. TRL documents subclassing as the way to extend a trainer but keeps the names private. Delete an entry when
-# TRL has a public hook for it.
+# trl 1.16: methods of `GRPOTrainer` that `FP8GRPOTrainer` overrides and calls through `super()`, with the parameters
+# it relies on. TRL documents subclassing as the way to extend a trainer but keeps the names private. Delete an entry
+# when TRL has a public hook for it.
 TRL_OVERRIDES = {
     "_generate_and_score_completions": ("self", "inputs"),
     "_get_per_token_logps_and_entropies": ("self", "model", "input_ids", "compute_entropy", "compute_aux_loss"),
@@ -46,8 +46,8 @@ TRL_OVERRIDES = {
 }
 
 # transformers 5.24: `Trainer._load_callback_state` replaces an exportable callback by one built from the checkpoint's
-# constructor arguments when `restore_callback_states_from_checkpoint` is set, so the arguments of the old run would win
-# over those of the new one. Delete when HF restores into the callback that was passed.
+# constructor arguments when `restore_callback_states_from_checkpoint` is set, so the arguments of the old run would
+# win over those of the new one. Delete when HF restores into the callback that was passed.
 HF_OVERRIDES = {"_load_callback_state": ("self",)}
 
 

@@ -8,7 +8,7 @@ other.
 import logging
 import math
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
@@ -49,8 +49,8 @@ class ClippingPolicy(TrainerCallback):
 class CalibratedClippingCallback(ClippingPolicy, ExportableState):
     """Calibrated Clipping (arXiv 2609.22870, section 3): keep FP8's clipping equal to BF16's.
 
-    Every `calibration_interval` generation batches the batch is scored once more in BF16. The lower bound moves so that
-    FP8 clips as many negative-advantage tokens as BF16 clips at the reference bounds, the upper bound so that the
+    Every `calibration_interval` generation batches the batch is scored once more in BF16. The lower bound moves so
+    that FP8 clips as many negative-advantage tokens as BF16 clips at the reference bounds, the upper bound so that the
     positive-to-negative update ratio equals BF16's, both through SmoothUpdate.
 
     The state, the bounds and the number of completed generation batches, is saved with each checkpoint and restored
@@ -82,7 +82,8 @@ class CalibratedClippingCallback(ClippingPolicy, ExportableState):
     ):
         if not calibration_interval >= 1:
             raise ValueError(
-                f"calibration_interval={calibration_interval} never comes round. Set a number of generation batches >= 1."
+                f"calibration_interval={calibration_interval} never comes round. Set a number of generation "
+                "batches >= 1."
             )
         self.calibration_interval = calibration_interval
         self.clip_lower_init = clip_lower_init
@@ -133,14 +134,14 @@ class CalibratedClippingCallback(ClippingPolicy, ExportableState):
         }
 
     def on_train_begin(self, args, state, control, **kwargs):
-        name = type(self).__name__
-        if state.global_step > 0 and name not in state.stateful_callbacks:
+        name, all_saved = type(self).__name__, cast(dict[str, Any], state.stateful_callbacks)
+        if state.global_step > 0 and name not in all_saved:
             logger.warning(
                 f"The checkpoint holds no state of {name}: the clip bounds start at [{self.clip_lower}, "
                 f"{self.clip_upper}] and generation batches are counted from {self.num_completed_generation_batches}."
             )
         # setdefault: HF updates an entry at each save and fails if the checkpoint it resumed from had none
-        saved = state.stateful_callbacks.setdefault(name, self.state())
+        saved = all_saved.setdefault(name, self.state())
         for attribute, value in saved["attributes"].items():
             setattr(self, attribute, value)
         arguments = self.state()["args"]
@@ -187,6 +188,7 @@ class CalibratedClippingCallback(ClippingPolicy, ExportableState):
     def on_generation_end(self, trainer: "FP8GRPOTrainer") -> None:
         if self._recalibrates(trainer):
             bounds, ref_bounds = (self.clip_lower, self.clip_upper), trainer.args.reference_bounds
+            assert trainer.clip_statistics is not None  # asked for at the begin of the batch
             numbers = trainer.clip_statistics.numbers()
             calibration = solve(numbers, self.search, bounds, ref_bounds)
             trainer.record_metrics(_metrics(numbers, calibration, bounds, ref_bounds))

@@ -21,15 +21,15 @@ def check_arguments(args: Any, model: Any, quantization_config: Any) -> None:
     """What can be refused before the model is loaded."""
     if not isinstance(args, FP8GRPOConfig):
         raise TypeError(
-            f"args is a {type(args).__name__}, which has no FP8 settings. Pass FP8GRPOConfig(...); it takes every field "
-            "of GRPOConfig."
+            f"args is a {type(args).__name__}, which has no FP8 settings. Pass FP8GRPOConfig(...); it takes every "
+            "field of GRPOConfig."
         )
     if args.fp8_recipe == "none":
         if args.use_calibrated_clipping:
             logger.warning(
-                "fp8_recipe='none' with use_calibrated_clipping=True: the BF16 reference is the training forward itself, "
-                "so calibration only moves the bounds to the reference bounds. Set use_calibrated_clipping=False for "
-                "plain GRPO."
+                "fp8_recipe='none' with use_calibrated_clipping=True: the BF16 reference is the training forward "
+                "itself, so calibration only moves the bounds to the reference bounds. Set "
+                "use_calibrated_clipping=False for plain GRPO."
             )
         return
     if quantization_config is not None:
@@ -58,12 +58,15 @@ def _refuse_quantised(config: PretrainedConfig | None, name: str, recipe: str) -
 def check_datasets(trainer: "FP8GRPOTrainer") -> None:
     """Refuse a train set that yields no generation batch: the run would end before its first step."""
     dataset, args = trainer.train_dataset, trainer.args
+    assert args.generation_batch_size  # set by GRPOConfig.__post_init__
+    assert args.num_generations
     prompts = args.generation_batch_size // args.num_generations
     if isinstance(dataset, Sized) and len(dataset) < prompts:
         raise ValueError(
-            f"train_dataset has {len(dataset)} prompts, and one generation batch takes {prompts} (generation_batch_size="
-            f"{args.generation_batch_size} / num_generations={args.num_generations}); incomplete batches are dropped, so "
-            "there is nothing to train on. Add prompts, or lower per_device_train_batch_size or steps_per_generation."
+            f"train_dataset has {len(dataset)} prompts, and one generation batch takes {prompts} "
+            f"(generation_batch_size={args.generation_batch_size} / num_generations={args.num_generations}); "
+            "incomplete batches are dropped, so there is nothing to train on. Add prompts, or lower "
+            "per_device_train_batch_size or steps_per_generation."
         )
 
 
@@ -88,21 +91,27 @@ def _refuse_dropout(model: nn.Module) -> None:
                 continue
             found, value = f"{name}.{active[0][0]}".lstrip("."), active[0][1]
         raise ValueError(
-            f"Dropout is active ({found}={value}), so two forward passes of the same weights differ and every importance "
-            "ratio is noise; nothing can be calibrated. Set it to 0 in the model config (and lora_dropout in the PEFT "
-            "config), pass disable_dropout=True where it is an nn.Dropout, or set use_calibrated_clipping=False."
+            f"Dropout is active ({found}={value}), so two forward passes of the same weights differ and every "
+            "importance ratio is noise; nothing can be calibrated. Set it to 0 in the model config (and lora_dropout "
+            "in the PEFT config), pass disable_dropout=True where it is an nn.Dropout, or set "
+            "use_calibrated_clipping=False."
         )
 
 
 def _warn_vanishing_updates(model: nn.Module, learning_rate: float) -> None:
     # An Adam step moves a weight by about the learning rate; BF16 keeps 8 bits, so less than 2^-9 of a weight is lost
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.dtype == torch.bfloat16 and parameter.dim() == 2 and parameter.numel():
+        if (
+            parameter.requires_grad
+            and parameter.dtype == torch.bfloat16
+            and parameter.dim() == 2
+            and parameter.numel()
+        ):
             smallest = parameter.detach().abs().float().mean().item() * 2**-9
             if learning_rate < smallest:
                 logger.warning(
-                    f"The weights are BF16 and learning_rate={learning_rate:g}: a step smaller than about {smallest:.1g} "
-                    f"({name}) rounds to nothing, so most updates vanish. Load the model in float32 "
+                    f"The weights are BF16 and learning_rate={learning_rate:g}: a step smaller than about "
+                    f"{smallest:.1g} ({name}) rounds to nothing, so most updates vanish. Load the model in float32 "
                     "(model_init_kwargs={'dtype': 'float32'}); matmuls run in FP8/BF16 all the same."
                 )
             return
@@ -112,8 +121,8 @@ def check_kernel_dtype(args: FP8GRPOConfig) -> None:
     """Rowwise FP8 kernels write BF16 only."""
     if args.fp8_recipe != "tensorwise" and not args.bf16:
         raise ValueError(
-            f"bf16={args.bf16} with fp8_recipe={args.fp8_recipe!r}: rowwise FP8 kernels write BF16 only. Set bf16=True, "
-            "fp8_recipe='tensorwise', or fp8_emulate=True."
+            f"bf16={args.bf16} with fp8_recipe={args.fp8_recipe!r}: rowwise FP8 kernels write BF16 only. Set "
+            "bf16=True, fp8_recipe='tensorwise', or fp8_emulate=True."
         )
 
 
@@ -121,9 +130,9 @@ def check_padding(args: FP8GRPOConfig, multiple: int) -> None:
     """The token count of a micro-batch is the reduced dimension of the FP8 weight gradient."""
     if args.pad_to_multiple_of is None or args.pad_to_multiple_of % multiple:
         raise ValueError(
-            f"pad_to_multiple_of={args.pad_to_multiple_of} lets a micro-batch have a token count the FP8 weight gradient "
-            f"kernel of fp8_recipe={args.fp8_recipe!r} cannot take (it needs a multiple of {multiple}). Leave it 'auto', "
-            f"set a multiple of {multiple}, or use fp8_recipe='rowwise_with_gw_hp'."
+            f"pad_to_multiple_of={args.pad_to_multiple_of} lets a micro-batch have a token count the FP8 weight "
+            f"gradient kernel of fp8_recipe={args.fp8_recipe!r} cannot take (it needs a multiple of {multiple}). "
+            f"Leave it 'auto', set a multiple of {multiple}, or use fp8_recipe='rowwise_with_gw_hp'."
         )
 
 
@@ -137,6 +146,6 @@ def check_rewards(rewards: Tensor, names: list[str]) -> None:
     if bool(torch.isnan(rewards).all()):
         raise ValueError(
             f"No reward function gave a number for any of the {rewards.size(0)} samples of the generation batch "
-            f"({', '.join(names)}), so there is nothing to learn from. Check that they return floats for this data set; "
-            "None means not applicable."
+            f"({', '.join(names)}), so there is nothing to learn from. Check that they return floats for this data "
+            "set; None means not applicable."
         )

@@ -36,8 +36,8 @@ class FP8GRPOConfig(GRPOConfig):
     r"""
     Configuration of [`FP8GRPOTrainer`], on top of [`~trl.GRPOConfig`].
 
-    Off is the word `"none"` where a field has one; Python `None` and YAML null mean the same there. Sources: "paper" is
-    arXiv 2609.22870; "chosen by us" is explained in `docs/method.md`.
+    Off is the word `"none"` where a field has one; Python `None` and YAML null mean the same there. Sources: "paper"
+    is arXiv 2609.22870; "chosen by us" is explained in `docs/method.md`.
 
     > Parameters that control FP8 training
 
@@ -123,8 +123,8 @@ class FP8GRPOConfig(GRPOConfig):
     fp8_exclude_modules: list[str] | None = field(
         default=None,
         metadata={
-            "help": "Patterns of linear layers to keep in high precision, matched with fnmatch against the full name or "
-            "a dotted suffix of it ('lm_head' matches 'model.lm_head'). A pattern that matches nothing is an error."
+            "help": "Patterns of linear layers to keep in high precision, matched with fnmatch against the full name "
+            "or a dotted suffix of it ('lm_head' matches 'model.lm_head'). A pattern that matches nothing is an error."
         },
     )
     fp8_compile: bool = field(default=False, metadata={"help": "Compile each decoder layer. Not built yet."})
@@ -136,8 +136,8 @@ class FP8GRPOConfig(GRPOConfig):
     use_calibrated_clipping: bool = field(
         default=True,
         metadata={
-            "help": "Move the clip bounds so that FP8 clips what BF16 would clip. Off: fixed bounds from `epsilon` and "
-            "`epsilon_high`."
+            "help": "Move the clip bounds so that FP8 clips what BF16 would clip. Off: fixed bounds from `epsilon` "
+            "and `epsilon_high`."
         },
     )
     calibration_interval: int = field(
@@ -164,8 +164,8 @@ class FP8GRPOConfig(GRPOConfig):
     rebalance_with: Literal["smoothed", "target"] = field(
         default="smoothed",
         metadata={
-            "help": "Lower bound that the upper bound is balanced against: the 'smoothed' one that training will use, or "
-            "the raw 'target'."
+            "help": "Lower bound that the upper bound is balanced against: the 'smoothed' one that training will use, "
+            "or the raw 'target'."
         },
     )
 
@@ -188,8 +188,8 @@ class FP8GRPOConfig(GRPOConfig):
     vllm_importance_sampling_mode: str = field(
         default="token_truncate",
         metadata={
-            "help": "How importance sampling corrects for the difference of rollout and trainer: 'token_truncate' (TIS), "
-            "'token_mask', 'sequence_truncate' or 'sequence_mask'."
+            "help": "How importance sampling corrects for the difference of rollout and trainer: 'token_truncate' "
+            "(TIS), 'token_mask', 'sequence_truncate' or 'sequence_mask'."
         },
     )
     vllm_importance_sampling_clip_max: float | None = field(
@@ -256,7 +256,9 @@ class FP8GRPOConfig(GRPOConfig):
             raise ValueError(_unknown("vllm_quantization", self.vllm_quantization, VLLM_QUANTIZATIONS))
         if self.vllm_importance_sampling_mode not in IMPORTANCE_SAMPLING_MODES:
             raise ValueError(
-                _unknown("vllm_importance_sampling_mode", self.vllm_importance_sampling_mode, IMPORTANCE_SAMPLING_MODES)
+                _unknown(
+                    "vllm_importance_sampling_mode", self.vllm_importance_sampling_mode, IMPORTANCE_SAMPLING_MODES
+                )
             )
         for name in ("epsilon", "epsilon_high"):
             value = getattr(self, name)
@@ -280,8 +282,9 @@ class FP8GRPOConfig(GRPOConfig):
             value = getattr(self, name)
             if not low <= value <= high:
                 raise ValueError(
-                    f"{name}={value} lies outside its search interval [{low}, {high}], so the first recalibration would "
-                    f"jump. Choose a value inside, or widen {name.replace('init', 'min')}/{name.replace('init', 'max')}."
+                    f"{name}={value} lies outside its search interval [{low}, {high}], so the first recalibration "
+                    f"would jump. Choose a value inside, or widen the interval with {name.replace('init', 'min')} and "
+                    f"{name.replace('init', 'max')}."
                 )
         for name, flag, issue in (
             ("fp8_recipe", self.fp8_recipe == "blockwise", "Use 'rowwise', its nearest relative"),
@@ -295,9 +298,9 @@ class FP8GRPOConfig(GRPOConfig):
         # TRL's bf16=True beats this variable without a word, so the accelerator never shows what was asked for
         if os.environ.get("ACCELERATE_MIXED_PRECISION", "").lower() == "fp8":
             raise ValueError(
-                "accelerate's mixed_precision='fp8' (ACCELERATE_MIXED_PRECISION) would be overridden by TRL's bf16=True, "
-                "or convert the model a second time. Launch with mixed_precision 'bf16' or 'no' and choose the FP8 "
-                f"recipe here (fp8_recipe={self.fp8_recipe!r})."
+                "accelerate's mixed_precision='fp8' (ACCELERATE_MIXED_PRECISION) would be overridden by TRL's "
+                "bf16=True, or convert the model a second time. Launch with mixed_precision 'bf16' or 'no' and choose "
+                f"the FP8 recipe here (fp8_recipe={self.fp8_recipe!r})."
             )
 
     def _check_rollout(self) -> None:
@@ -350,8 +353,8 @@ class FP8GRPOConfig(GRPOConfig):
     def _check_calibration(self) -> None:
         if self.loss_type not in CALIBRATED_LOSS_TYPES:
             raise ValueError(
-                f"loss_type={self.loss_type!r} does not read both clip bounds, so calibrating them changes nothing. Use "
-                f"one of {', '.join(CALIBRATED_LOSS_TYPES)}, or use_calibrated_clipping=False."
+                f"loss_type={self.loss_type!r} does not read both clip bounds, so calibrating them changes nothing. "
+                f"Use one of {', '.join(CALIBRATED_LOSS_TYPES)}, or use_calibrated_clipping=False."
             )
         if self.importance_sampling_level != "token":
             raise ValueError(
@@ -380,7 +383,7 @@ def _checked(name: str, value: Any, hint: Any) -> Any:
             raise ValueError(f"{name}={value} is not finite, so nothing can be compared with it. Set a finite number.")
         plain = get_origin(option) or option
         if isinstance(value, plain) and not (isinstance(value, bool) and plain is not bool):
-            if get_origin(option) is list and not all(isinstance(item, str) for item in value):
+            if isinstance(value, list) and not all(isinstance(item, str) for item in value):
                 break
             return value
     expected = " or ".join(getattr(option, "__name__", str(option)) for option in options)

@@ -20,6 +20,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -55,13 +56,13 @@ class SwitchableFloat8Linear(Float8Linear):
 
     high_precision = False
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the parent's name
+    def forward(self, input: Tensor) -> Tensor:
         if self.high_precision:
             return nn.Linear.forward(self, input)
         weight = self.weight
         if torch.is_autocast_enabled(input.device.type):
             dtype = torch.get_autocast_dtype(input.device.type)
-            input, weight = input.to(dtype), weight.to(dtype)  # noqa: A001
+            input, weight = input.to(dtype), weight.to(dtype)
         output = matmul_with_hp_or_float8_args.apply(input, weight.t(), self.linear_mm_config, self.config)
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
@@ -155,7 +156,9 @@ def convert_model(
             (already converted, spread over devices, offloaded, hooked).
     """
     if recipe not in RECIPES:
-        raise ValueError(f"fp8_recipe={recipe!r} is not a recipe this package builds. Use one of {', '.join(RECIPES)}.")
+        raise ValueError(
+            f"fp8_recipe={recipe!r} is not a recipe this package builds. Use one of {', '.join(RECIPES)}."
+        )
     _refuse_unsafe(model)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     reasons = _kept_reasons(model, linears, exclude)
@@ -209,8 +212,8 @@ def _refuse_unsafe(model: nn.Module) -> None:
     already = [name for name, module in model.named_modules() if isinstance(module, Float8Linear)]
     if already:
         raise ValueError(
-            f"The model already has FP8 linear layers ({already[0]} and {len(already) - 1} more); converting twice would "
-            "quantise with two recipes. Pass the unconverted model and let the trainer convert it."
+            f"The model already has FP8 linear layers ({already[0]} and {len(already) - 1} more); converting twice "
+            "would quantise with two recipes. Pass the unconverted model and let the trainer convert it."
         )
     devices = set((getattr(model, "hf_device_map", None) or {}).values())
     if len(devices) > 1:
@@ -225,8 +228,8 @@ def _refuse_hooked(name: str, linear: nn.Linear) -> None:
     hooks = module_hooks(linear)
     if hooks:
         raise ValueError(
-            f"Layer {name} carries {', '.join(hooks)}, which the FP8 layer that replaces it would lose. Register hooks "
-            "(and apply offloading or parametrisations) after the trainer is built, or exclude the layer with "
+            f"Layer {name} carries {', '.join(hooks)}, which the FP8 layer that replaces it would lose. Register "
+            "hooks (and apply offloading or parametrisations) after the trainer is built, or exclude the layer with "
             "fp8_exclude_modules."
         )
 
@@ -284,8 +287,8 @@ def _outside_language_model(model: nn.Module) -> set[int]:
     config = getattr(model, "config", None)
     if config is None or not hasattr(config, "get_text_config") or config.get_text_config() is config:
         return set()
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
-    inside = set() if decoder is None else {id(module) for module in decoder.modules()}
+    get_decoder: Any = getattr(model, "get_decoder", None)
+    inside = set() if get_decoder is None else {id(module) for module in get_decoder().modules()}
     return {id(module) for module in model.modules()} - inside
 
 

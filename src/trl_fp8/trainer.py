@@ -5,37 +5,35 @@ import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import fields
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 
-from . import checks, diagnostics
+from . import checks
 from .callbacks import CalibratedClippingCallback, ClippingPolicy
 from .clipping import ClipSearch, ClipStatistics, importance_weight
 from .config import FP8GRPOConfig
-from .float8 import RECIPES_WITH_FP8_WEIGHT_GRADIENT, ConversionReport, convert_model, high_precision, resolve_emulation
+from .float8 import (
+    RECIPES_WITH_FP8_WEIGHT_GRADIENT,
+    ConversionReport,
+    convert_model,
+    high_precision,
+    resolve_emulation,
+)
+from .measure import Capture, MicroBatch, measure
 from .metrics import Metric, MetricWindow
+from .report import startup_line
 
 
 logger = logging.getLogger(__name__)
 
 # Token count per micro-batch is the reduced dimension of the FP8 weight gradient
 TOKEN_MULTIPLE = 16
-
-
-@dataclass
-class _Capture:
-    """What passes through the methods of one scope (generation, or one loss): the first forward and the masks."""
-
-    shadow: bool = False
-    per_token_logps: Tensor | None = None  # (B, T)
-    entropies: Tensor | None = None  # (B, T)
-    shadow_per_token_logps: Tensor | None = None  # (B, T)
-    masks: list[Tensor] = field(default_factory=list)  # each (B, T) or (B, 1)
 
 
 class FP8GRPOTrainer(GRPOTrainer):
@@ -53,6 +51,9 @@ class FP8GRPOTrainer(GRPOTrainer):
             for, summed over ranks.
     """
 
+    args: FP8GRPOConfig
+    model: PreTrainedModel
+
     _tag_names = ["trl", "grpo", "fp8"]
     _name = "FP8-GRPO"
     _paper = {
@@ -66,7 +67,7 @@ class FP8GRPOTrainer(GRPOTrainer):
             args = FP8GRPOConfig(f"{name.split('/')[-1]}-FP8-GRPO")
         checks.check_arguments(args, model, kwargs.get("quantization_config"))
         self._window = MetricWindow()
-        self._capture: _Capture | None = None
+        self._capture: Capture | None = None
         self._collected: ClipStatistics | None = None
         self._collect_shadow = False
         self._generation_step = -1
@@ -132,30 +133,12 @@ class FP8GRPOTrainer(GRPOTrainer):
                 self.clip_bounds = policy.initial_bounds
 
     def _announce(self) -> None:
-        """One table of the conversion and one line of what is in force, on the main process."""
-        if not self.accelerator.is_main_process:
-            return
-        args, report = self.args, self.conversion_report
-        if report is not None:
-            print(report)  # noqa: T201 - the user asked for FP8 and must see what became of it
-        parts = [f"fp8_recipe={args.fp8_recipe}"]
-        if report is not None:
-            total = len(report.converted) + len(report.kept)
-            parts.append(f"{len(report.converted)}/{total} layers, {'emulated' if report.emulated else 'FP8 kernels'}")
-        if args.use_vllm:
-            parts.append("rollout: vLLM in high precision")
-        else:
-            parts.append(f"rollout: transformers, {'the FP8' if report else 'the'} training forward")
-        parts.append(f"clip bounds [{self.clip_bounds[0]:.4g}, {self.clip_bounds[1]:.4g}]")
-        parts.append(f"BF16 reference bounds (epsilon, epsilon_high) [{args.reference_bounds[0]:.4g}, ")
-        parts[-1] += f"{args.reference_bounds[1]:.4g}]"
-        for policy in self._policies():
-            parts.append(policy.announcement(args))
-        if args._default_steps_per_generation:
-            parts.append(f"steps_per_generation={args.steps_per_generation} (4 * gradient_accumulation_steps)")
-        print("FP8 GRPO: " + "; ".join(parts))  # noqa: T201
+        if self.accelerator.is_main_process:
+            if self.conversion_report is not None:
+                print(self.conversion_report)  # noqa: T201 - asked for FP8, the user must see what became of it
+            print(startup_line(self.args, self.conversion_report, self.clip_bounds, self._policies()))  # noqa: T201
 
-    # -- what a clipping policy may use --------------------------------------------------------------------------------
+    # -- what a clipping policy may use -------------------------------------------------------------------------------
 
     def _policies(self) -> list[ClippingPolicy]:
         return [callback for callback in self.callback_handler.callbacks if isinstance(callback, ClippingPolicy)]
@@ -170,8 +153,8 @@ class FP8GRPOTrainer(GRPOTrainer):
         lower, upper = bounds
         if not 0 < lower < 1 < upper:
             raise ValueError(
-                f"clip_bounds=({lower}, {upper}) do not enclose the ratio 1 of an unchanged policy. Set 0 < lower < 1 < "
-                "upper."
+                f"clip_bounds=({lower}, {upper}) do not enclose the ratio 1 of an unchanged policy. Set 0 < lower < 1 "
+                "< upper."
             )
         self._clip_bounds = (lower, upper)
         self.epsilon_low, self.epsilon_high = 1 - lower, upper - 1
@@ -190,8 +173,8 @@ class FP8GRPOTrainer(GRPOTrainer):
             raise ValueError(
                 "shadow=True asks for BF16 ratios, but with gradient_accumulation_steps="
                 f"{self.args.gradient_accumulation_steps} and steps_per_generation * num_iterations="
-                f"{self.args.micro_batches_per_generation} each generation batch gets one update and every ratio is 1. "
-                "Raise steps_per_generation or num_iterations, or ask for no shadow pass."
+                f"{self.args.micro_batches_per_generation} each generation batch gets one update and every ratio is "
+                "1. Raise steps_per_generation or num_iterations, or ask for no shadow pass."
             )
         self._collected = ClipStatistics(lower_points, upper_points, delta=self.args.delta)
         self._collect_shadow = shadow
@@ -200,7 +183,7 @@ class FP8GRPOTrainer(GRPOTrainer):
         """Log metrics with the next log, see [`~trl_fp8.metrics.MetricWindow`] for numbers and pairs."""
         self._window.record(metrics, self.accelerator.device)
 
-    # -- overrides: add, then call the parent ----------------------------------------------------------------------------
+    # -- overrides: add, then call the parent -------------------------------------------------------------------------
 
     def _load_callback_state(self) -> None:
         policies = self._policies()
@@ -224,7 +207,7 @@ class FP8GRPOTrainer(GRPOTrainer):
         for policy in self._policies():
             policy.on_generation_begin(self)
         self._generation_step = self.state.global_step
-        self._capture = capture = _Capture(shadow=self._collect_shadow)
+        self._capture = capture = Capture(shadow=self._collect_shadow)
         try:
             output = super()._generate_and_score_completions(inputs)
         finally:
@@ -258,13 +241,12 @@ class FP8GRPOTrainer(GRPOTrainer):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         # Before the first optimizer step on a batch the weights are those of the first shadow pass
         moved = self.state.global_step != self._generation_step
-        self._capture = capture = _Capture(shadow="shadow_old_per_token_logps" in inputs and moved)
+        self._capture = capture = Capture(shadow="shadow_old_per_token_logps" in inputs and moved)
         try:
             loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         finally:
             self._capture = None
-        with torch.no_grad():
-            self._measure(inputs, capture, moved)
+        self._measure(inputs, capture, moved)
         return loss
 
     def training_step(self, model, inputs, num_items_in_batch):
@@ -272,7 +254,7 @@ class FP8GRPOTrainer(GRPOTrainer):
         if self._step % self.args.micro_batches_per_generation == 0:
             self._end_generation()
         if self.accelerator.sync_gradients:
-            self._window.reduce(lambda tensor: self.accelerator.reduce(tensor, reduction="sum"))
+            self._window.reduce(self._sum_over_ranks)
         return output
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -280,7 +262,7 @@ class FP8GRPOTrainer(GRPOTrainer):
             logs.update(self._window.flush())
         super().log(logs, start_time)
 
-    # -- measuring -------------------------------------------------------------------------------------------------------
+    # -- measuring ----------------------------------------------------------------------------------------------------
 
     def _captured(self, mask: Tensor) -> Tensor:
         if self._capture is not None:
@@ -293,9 +275,10 @@ class FP8GRPOTrainer(GRPOTrainer):
         device = self.accelerator.device
         on_accelerator = device.type != "cpu"
         with contextlib.ExitStack() as stack:
-            if (self.args.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
+            checkpointing = cast(dict, self.args.gradient_checkpointing_kwargs or {})
+            if checkpointing.get("use_reentrant"):
                 # Reentrant checkpointing warns in a pass without gradients
-                stack.enter_context(disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs))
+                stack.enter_context(disable_gradient_checkpointing(self.model, checkpointing))
             stack.enter_context(torch.no_grad())
             devices = [device] if on_accelerator else []
             stack.enter_context(torch.random.fork_rng(devices, device_type=device.type))
@@ -308,65 +291,30 @@ class FP8GRPOTrainer(GRPOTrainer):
                 torch.accelerator.synchronize()
             self._shadow_seconds += time.perf_counter() - start
 
-    def _measure(self, inputs: dict[str, Any], capture: _Capture, moved: bool) -> None:
-        """Statistics and metrics of one micro-batch, from what the loss computed anyway (and the shadow pass)."""
-        per_token_logps = capture.per_token_logps
-        assert per_token_logps is not None  # every loss scores its completions first
-        has_old = "old_per_token_logps" in inputs
-        old = inputs["old_per_token_logps"] if has_old else per_token_logps
-        mask = inputs["completion_mask"].bool()
-        if "tool_mask" in inputs:
-            mask = mask & inputs["tool_mask"].bool()
-        kept = mask
-        for loss_mask in capture.masks:
-            kept = kept & loss_mask.bool()
+    @torch.no_grad()
+    def _measure(self, inputs: dict[str, Any], capture: Capture, moved: bool) -> None:
+        """Metrics and statistics of one micro-batch, from what the loss computed anyway (and the shadow pass)."""
         weighted = self.use_vllm and self.vllm_importance_sampling_correction
-        weight = inputs["importance_sampling_ratio"] if weighted else None
-        if weight is not None:
-            kept = kept & (weight != 0)
-        log_ratio = per_token_logps - old
-        ratio = torch.exp(log_ratio)
-        advantages = inputs["advantages"]
-        negative, positive = diagnostics.signs(advantages, kept)
-        ref_bounds = self.args.reference_bounds
+        batch = MicroBatch.from_loss(inputs, capture, weighted, moved)
+        ref_weight = None
+        if weighted and batch.shadow_old is not None:
+            ref_weight = importance_weight(
+                batch.shadow_old,
+                inputs["sampling_per_token_logps"],
+                batch.mask,
+                mode=cast(Any, self.vllm_importance_sampling_mode),  # checked by the config
+                clip_min=self.vllm_importance_sampling_clip_min,
+                clip_max=self.vllm_importance_sampling_clip_max,
+            )
+        self.record_metrics(measure(batch, self.clip_bounds, self.args.reference_bounds, self._collected, ref_weight))
 
-        metrics: dict[str, Metric] = {
-            "clip_bounds/lower": self.clip_bounds[0],
-            "clip_bounds/upper": self.clip_bounds[1],
-            **diagnostics.clip_shares(ratio, negative, positive, self.clip_bounds, ref_bounds),
-        }
-        if capture.entropies is not None:
-            metrics |= diagnostics.entropy_bins(capture.entropies, mask)
-        if has_old and not moved:
-            metrics |= diagnostics.noise_floor(log_ratio, mask)
-
-        ref_ratio, ref_weight = None, None
-        shadow_old = inputs.get("shadow_old_per_token_logps")
-        if shadow_old is not None:
-            shadow = capture.shadow_per_token_logps if moved else shadow_old
-            ref_ratio = torch.exp(shadow - shadow_old)
-            metrics |= diagnostics.quantization_error(per_token_logps, shadow, ratio, ref_ratio, mask)
-            metrics |= diagnostics.over_clipping(ratio, ref_ratio, negative, positive, ref_bounds)
-            if weighted:
-                ref_weight = self._reference_weight(inputs, shadow_old, mask)
-        if self._collected is not None:
-            self._collected.update(ratio, ref_ratio, advantages, kept, weight, ref_weight)
-        self.record_metrics(metrics)
-
-    def _reference_weight(self, inputs: dict[str, Any], shadow_old: Tensor, mask: Tensor) -> Tensor:
-        return importance_weight(
-            shadow_old,
-            inputs["sampling_per_token_logps"],
-            mask,
-            mode=self.vllm_importance_sampling_mode,
-            clip_min=self.vllm_importance_sampling_clip_min,
-            clip_max=self.vllm_importance_sampling_clip_max,
-        )
+    def _sum_over_ranks(self, tensor: Tensor) -> Tensor:
+        return cast(Tensor, self.accelerator.reduce(tensor, reduction="sum"))
 
     def _end_generation(self) -> None:
         statistics = self._collected
         if statistics is not None and statistics.flat is not None:
-            statistics.flat = self.accelerator.reduce(statistics.flat, reduction="sum")
+            statistics.flat = self._sum_over_ranks(statistics.flat)
             if self._collect_shadow:
                 self.record_metrics({"fp8/shadow_time": (self._shadow_seconds, 1.0)})
         self.clip_statistics = statistics

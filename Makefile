@@ -1,0 +1,58 @@
+# Everything runs from .venv; `make venv` builds it once and again when the pins change.
+
+# The CPU build and the CUDA build share this version. On a GPU machine take what your driver and your vLLM want, e.g.
+# `make venv TORCH=torch==2.11.0`. An existing .venv keeps its torch: `rm -r .venv` first.
+TORCH ?= torch==2.13.0
+
+PY := .venv/bin/python
+STAMP := .venv/.installed
+FAST := not slow and not gpu and not vllm
+# One thread a process: the tests' matrices are tiny, and xdist uses the cores.
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
+
+.PHONY: help venv quickstart test test-slow test-gpu lint type fmt
+
+help:
+	@echo "make venv | quickstart | test | test-slow | test-gpu | lint | type | fmt"
+
+venv: $(STAMP)
+
+# Names are probed by running them (a pyenv shim may exist and not work); 3.11 first, because CI tests it.
+# torch comes first and by itself, so that nothing else decides its build.
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(PY) || { for python in python3.11 python3.12 python3.13 python3; do \
+		$$python -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
+		&& echo "creating .venv with $$python" && exec $$python -m venv .venv; done; \
+		echo "No Python >= 3.11 with venv found (Debian: apt-get install python3-venv)" >&2; exit 1; }
+	$(PY) -m pip install -U pip
+	$(PY) -m pip install "$(TORCH)"
+	$(PY) -m pip install -c constraints.txt -e ".[dev,examples,peft,plots]"
+	@touch $@
+
+# Our config file, because the user's own (~/.cache/huggingface/accelerate) may ask for anything. The thread count is
+# accelerate's default on GPUs; without it, accelerate warns on CPUs.
+quickstart: $(STAMP)
+	config=$$($(PY) -c 'import torch; print("single_gpu" if torch.cuda.is_available() else "cpu")') && \
+	.venv/bin/accelerate launch --config_file configs/accelerate/$$config.yaml --num_cpu_threads_per_process 1 \
+		examples/grpo_fp8.py
+
+test: $(STAMP)
+	$(PYTEST) -m "$(FAST)" -n 2
+
+test-slow: $(STAMP)
+	$(PYTEST) -m "slow and not gpu and not vllm" -n 2
+
+# One process: tests share the GPU.
+test-gpu: $(STAMP)
+	$(PYTEST) -m gpu
+
+lint: $(STAMP)
+	.venv/bin/ruff check
+	.venv/bin/ruff format --check
+
+type: $(STAMP)
+	.venv/bin/pyright
+
+fmt: $(STAMP)
+	.venv/bin/ruff check --fix
+	.venv/bin/ruff format

@@ -1,0 +1,32 @@
+"""The start-up line: what is in FP8, which bounds are in force, and when they first change."""
+
+from collections.abc import Iterable
+
+from .callbacks import ClippingPolicy
+from .config import FP8GRPOConfig
+from .float8 import ConversionReport
+
+
+def startup_line(
+    args: FP8GRPOConfig,
+    report: ConversionReport | None,
+    clip_bounds: tuple[float, float],
+    policies: Iterable[ClippingPolicy],
+) -> str:
+    """One line; `report` is `None` for a model that trains in its own precision."""
+    parts = [f"fp8_recipe={args.fp8_recipe}"]
+    if report is not None:
+        total = len(report.converted) + len(report.kept)
+        kernels = "emulated" if report.emulated else "FP8 kernels"
+        parts.append(f"{len(report.converted)}/{total} layers ({kernels})")
+    if args.use_vllm:
+        parts.append("rollout: vLLM in high precision")
+    else:
+        parts.append("rollout: transformers with the training forward" + (" (FP8)" if report else ""))
+    ref_lower, ref_upper = args.reference_bounds
+    parts.append(f"clip bounds [{clip_bounds[0]:.4g}, {clip_bounds[1]:.4g}]")
+    parts.append(f"epsilon and epsilon_high are the BF16 reference [{ref_lower:.4g}, {ref_upper:.4g}]")
+    parts += [policy.announcement(args) for policy in policies]
+    if args._default_steps_per_generation:
+        parts.append(f"steps_per_generation={args.steps_per_generation} (default 4 * gradient_accumulation_steps)")
+    return "FP8 GRPO: " + "; ".join(parts)

@@ -1,0 +1,221 @@
+"""FP8GRPOConfig: defaults, what each check refuses through Python, the command line and YAML, and round trips."""
+
+import dataclasses
+
+import pytest
+from trl import GRPOConfig, TrlParser
+
+from trl_fp8 import FP8GRPOConfig
+from trl_fp8.clipping import ClipSearch
+
+
+def build(tmp_path, **settings) -> FP8GRPOConfig:
+    return FP8GRPOConfig(str(tmp_path), **{"use_cpu": True, "report_to": [], **settings})
+
+
+def parse(tmp_path, *flags, yaml: str | None = None) -> FP8GRPOConfig:
+    arguments = ["--output_dir", str(tmp_path / "out"), "--use_cpu", "true", "--report_to", "none", *flags]
+    if yaml is not None:
+        path = tmp_path / "config.yaml"
+        path.write_text(yaml)
+        arguments += ["--config", str(path)]
+    return TrlParser((FP8GRPOConfig,)).parse_args_and_config(arguments)[0]
+
+
+def test_defaults_are_the_papers(tmp_path):
+    args = build(tmp_path)
+    assert args.fp8_recipe == "rowwise"
+    assert args.use_calibrated_clipping
+    assert args.calibration_interval == 20
+    assert (args.clip_lower_init, args.clip_upper_init) == (0.6, 1.8)
+    assert args.clip_search == ClipSearch()
+    assert args.reference_bounds == (0.8, 1.24)
+    assert (args.vllm_importance_sampling_mode, args.vllm_importance_sampling_clip_max) == ("token_truncate", 2.0)
+
+
+def test_every_other_field_keeps_trls_default():
+    ours = {f.name: (f.default, f.default_factory) for f in dataclasses.fields(FP8GRPOConfig)}
+    theirs = {f.name: (f.default, f.default_factory) for f in dataclasses.fields(GRPOConfig)}
+    changed = {name for name in theirs if ours[name] != theirs[name]}
+    assert changed == {"epsilon_high", "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max"}
+
+
+def test_epsilon_high_none_means_epsilon(tmp_path):
+    assert build(tmp_path, epsilon=0.3, epsilon_high=None).reference_bounds == (0.7, 1.3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, 4),
+        ({"gradient_accumulation_steps": 2}, 8),
+        ({"steps_per_generation": 3}, 3),
+        ({"generation_batch_size": 16}, 2),
+        ({"use_calibrated_clipping": False}, 1),
+        ({"use_calibrated_clipping": False, "gradient_accumulation_steps": 2}, 2),
+    ],
+)
+def test_steps_per_generation_default_gives_four_mini_batches_where_calibration_needs_them(
+    tmp_path, settings, expected
+):
+    args = build(tmp_path, **settings)
+    assert args.steps_per_generation == expected
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "steps_per_generation", "num_iterations", "expected"),
+    [(1, 1, 1, True), (4, 4, 1, True), (8, 4, 1, True), (4, 4, 2, False), (1, 4, 1, False), (6, 4, 1, False)],
+)
+def test_ratios_are_one_is_trls_condition(tmp_path, accumulation, steps_per_generation, num_iterations, expected):
+    args = build(
+        tmp_path,
+        gradient_accumulation_steps=accumulation,
+        steps_per_generation=steps_per_generation,
+        num_iterations=num_iterations,
+    )
+    assert args.ratios_are_one is expected
+    assert args.micro_batches_per_generation == steps_per_generation * num_iterations
+
+
+@pytest.mark.parametrize("value", [None, "none", "None", "null"])
+def test_none_is_the_word_none(tmp_path, value):
+    args = build(tmp_path, fp8_recipe=value, fp8_scale_rounding=value, vllm_quantization=value)
+    assert (args.fp8_recipe, args.fp8_scale_rounding, args.vllm_quantization) == ("none", "none", "none")
+
+
+def test_yaml_null_is_the_word_none(tmp_path):
+    args = parse(tmp_path, yaml="fp8_recipe: null\nvllm_quantization: null\nvllm_kv_cache_dtype: null\n")
+    assert (args.fp8_recipe, args.vllm_quantization, args.vllm_kv_cache_dtype) == ("none", "none", None)
+
+
+# (settings, part of the message). Every one is checked through Python and through YAML.
+BAD_VALUES = [
+    ({"fp8_recipe": "rowise"}, "fp8_recipe='rowise' is not one of"),
+    ({"fp8_recipe": "blockwise"}, "not built yet"),
+    ({"fp8_recipe": True}, "fp8_recipe=True is not one of"),
+    ({"fp8_recipe": 8}, "fp8_recipe=8 is not one of"),
+    ({"fp8_scale_rounding": "floor"}, "fp8_scale_rounding='floor' is not one of"),
+    ({"rebalance_with": "raw"}, "rebalance_with='raw' is not one of"),
+    ({"vllm_quantization": "fp9"}, "vllm_quantization='fp9' is not one of"),
+    ({"vllm_importance_sampling_mode": "token"}, "vllm_importance_sampling_mode='token' is not one of"),
+    ({"vllm_quantization": "fp8_per_channel"}, "use_vllm=False starts none"),
+    ({"vllm_kv_cache_dtype": "fp8"}, "use_vllm=False starts none"),
+    ({"vllm_engine_kwargs": {"seed": 1}}, "use_vllm=False starts none"),
+    ({"use_vllm": True}, "use_vllm=True is not built yet.*vllm_quantization='none'"),
+    ({"use_vllm": True, "vllm_quantization": "none", "vllm_kv_cache_dtype": "fp8"}, "not built yet"),
+    ({"fp8_compile": True}, "not built yet"),
+    ({"fp8_fsdp_all_gather": True}, "not built yet"),
+    ({"calibration_interval": 0}, "calibration_interval=0 never comes round"),
+    ({"calibration_interval": -5}, "calibration_interval=-5 never comes round"),
+    ({"calibration_interval": 2.5}, "calibration_interval=2.5 has the wrong type"),
+    ({"calibration_interval": True}, "calibration_interval=True has the wrong type"),
+    ({"clip_lower_init": float("nan")}, "clip_lower_init=nan is not finite"),
+    ({"clip_upper_max": float("inf")}, "clip_upper_max=inf is not finite"),
+    ({"clip_grid_step": 0.0}, "clip_grid_step=0.0 .*finite number > 0"),
+    ({"clip_grid_step": -0.02}, "clip_grid_step=-0.02"),
+    ({"clip_lower_max_change": 0.0}, "clip_lower_max_change=0.0"),
+    ({"clip_upper_max_change": -1.0}, "clip_upper_max_change=-1.0"),
+    ({"clip_lower_min": 0.9, "clip_lower_max": 0.5}, "clip_lower_min=0.9 and clip_lower_max=0.5"),
+    ({"clip_upper_min": 1.5, "clip_upper_max": 1.5}, "clip_upper_min=1.5 and clip_upper_max=1.5"),
+    ({"clip_lower_min": -0.5}, "clip_lower_min=-0.5 is not a clip bound"),
+    ({"clip_lower_max": 1.1}, "clip_lower_max < 1 < clip_upper_min"),
+    ({"clip_lower_init": 0.4}, r"clip_lower_init=0.4 lies outside its search interval \[0.5, 0.9\]"),
+    ({"clip_upper_init": 2.5}, "clip_upper_init=2.5 lies outside"),
+    ({"clip_lower_init": "0.6x"}, "clip_lower_init='0.6x' has the wrong type"),
+    ({"epsilon": float("nan")}, "epsilon=nan is no trust region"),
+    ({"epsilon": 1.0}, "epsilon=1.0 puts the lower reference bound"),
+    ({"epsilon_high": -0.1}, "epsilon_high=-0.1 is no trust region"),
+    ({"loss_type": "cispo"}, "loss_type='cispo' does not read both clip bounds"),
+    ({"loss_type": "sapo"}, "loss_type='sapo' does not read"),
+    ({"loss_type": "vespo"}, "loss_type='vespo' does not read"),
+    ({"loss_type": "luspo"}, "loss_type='luspo' does not read"),
+    ({"importance_sampling_level": "sequence"}, "clips one ratio per sequence"),
+    ({"delta": 2.0}, "delta=2.0 lies inside the search interval"),
+    ({"use_liger_kernel": True}, "use_liger_kernel=True"),
+    ({"use_transformers_continuous_batching": True}, "casts the FP32 master weights"),
+    ({"use_vllm": True, "vllm_quantization": "none", "top_p": 0.9}, "top_p=0.9 truncates sampling"),
+    ({"use_vllm": True, "vllm_quantization": "none", "top_k": 20, "min_p": 0.1}, "top_k=20, min_p=0.1 truncates"),
+    ({"fp8_exclude_modules": [1, 2]}, "fp8_exclude_modules=.* has the wrong type"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), BAD_VALUES)
+def test_bad_values_are_refused_through_python(tmp_path, settings, message):
+    with pytest.raises(ValueError, match=message):
+        build(tmp_path, **settings)
+
+
+@pytest.mark.parametrize(("settings", "message"), BAD_VALUES)
+def test_bad_values_are_refused_through_yaml(tmp_path, settings, message, capsys):
+    import yaml
+
+    # argparse converts YAML's strings before our check; its own refusal is a SystemExit with a message
+    with pytest.raises((ValueError, SystemExit)) as error:
+        parse(tmp_path, yaml=yaml.safe_dump(settings))
+    if error.type is SystemExit:
+        printed = capsys.readouterr().err
+        assert any(name in printed for name in settings)
+
+
+@pytest.mark.parametrize("flags", [("--fp8_recipe", "rowise"), ("--calibration_interval", "often")])
+def test_bad_values_are_refused_on_the_command_line(tmp_path, flags, capsys):
+    with pytest.raises(SystemExit):
+        parse(tmp_path, *flags)
+    assert flags[0] in capsys.readouterr().err
+
+
+def test_settings_without_calibration_are_left_to_trl(tmp_path):
+    for settings in (
+        {"loss_type": "cispo"},
+        {"importance_sampling_level": "sequence"},
+        {"delta": 1.5},
+        {"epsilon": 10.0},
+    ):
+        build(tmp_path, use_calibrated_clipping=False, **settings)
+
+
+def test_accelerates_own_fp8_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    with pytest.raises(ValueError, match="mixed_precision='fp8'.*fp8_recipe"):
+        build(tmp_path)
+
+
+def test_command_line_flags_reach_the_config(tmp_path):
+    args = parse(
+        tmp_path,
+        *("--fp8_recipe", "tensorwise", "--fp8_exclude_modules", "q_proj", "layers.0.*", "--fp8_emulate", "true"),
+        *("--clip_lower_init", "0.7", "--rebalance_with", "target", "--no_use_calibrated_clipping"),
+    )
+    assert args.fp8_recipe == "tensorwise"
+    assert args.fp8_exclude_modules == ["q_proj", "layers.0.*"]
+    assert args.fp8_emulate is True
+    assert args.clip_lower_init == 0.7
+    assert args.clip_search.rebalance_with == "target"
+    assert not args.use_calibrated_clipping
+
+
+def test_one_pattern_as_a_string_is_one_pattern(tmp_path):
+    assert build(tmp_path, fp8_exclude_modules="q_proj").fp8_exclude_modules == ["q_proj"]
+
+
+def test_help_renders_and_names_every_field(capsys):
+    with pytest.raises(SystemExit):
+        TrlParser((FP8GRPOConfig,)).parse_args_and_config(["--help"])
+    text = capsys.readouterr().out
+    own = FP8GRPOConfig.__annotations__.keys() - GRPOConfig.__annotations__.keys()
+    assert {"fp8_recipe", "calibration_interval", "vllm_quantization"} <= own
+    assert all(f"--{name}" in text for name in own)
+
+
+def test_docstring_and_help_cover_every_own_field():
+    for field in dataclasses.fields(FP8GRPOConfig):
+        if field.name in FP8GRPOConfig.__annotations__ and field.name != "_VALID_DICT_FIELDS":
+            assert field.metadata.get("help"), field.name
+            assert field.name in FP8GRPOConfig.__doc__, field.name
+
+
+def test_to_dict_round_trip(tmp_path):
+    args = build(tmp_path, clip_lower_init=0.55, fp8_exclude_modules=["q_proj"])
+    settings = {name: value for name, value in args.to_dict().items() if name in FP8GRPOConfig.__annotations__}
+    again = build(tmp_path, **settings)
+    assert all(getattr(again, name) == value for name, value in settings.items())
