@@ -98,6 +98,7 @@ class CalibratedClippingCallback(ClippingPolicy, ExportableState):
             clip_upper_max_change,
             rebalance_with,
         )
+        self.search.check_start(clip_lower_init, clip_upper_init)
         self.clip_lower = clip_lower_init
         self.clip_upper = clip_upper_init
         self.num_completed_generation_batches = 0

@@ -91,6 +91,17 @@ class ClipSearch:
                 "'target'."
             )
 
+    def check_start(self, clip_lower_init: float, clip_upper_init: float) -> None:
+        """Refuse (`ValueError`) bounds to start from that lie outside their search interval."""
+        for side, value in (("lower", clip_lower_init), ("upper", clip_upper_init)):
+            low, high = getattr(self, f"clip_{side}_min"), getattr(self, f"clip_{side}_max")
+            if not low <= value <= high:
+                raise ValueError(
+                    f"clip_{side}_init={value} lies outside its search interval [{low}, {high}], so the first "
+                    f"recalibration would jump. Choose a value inside, or widen the interval with clip_{side}_min and "
+                    f"clip_{side}_max."
+                )
+
     @property
     def lower_grid(self) -> list[float]:
         """Candidates of the lower bound, ascending (21 with the defaults)."""

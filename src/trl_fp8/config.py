@@ -274,18 +274,7 @@ class FP8GRPOConfig(GRPOConfig):
                 f"calibration_interval={self.calibration_interval} never comes round. Set a number of generation "
                 "batches >= 1, or use_calibrated_clipping=False to keep the bounds fixed."
             )
-        search = self.clip_search
-        for name, low, high in (
-            ("clip_lower_init", search.clip_lower_min, search.clip_lower_max),
-            ("clip_upper_init", search.clip_upper_min, search.clip_upper_max),
-        ):
-            value = getattr(self, name)
-            if not low <= value <= high:
-                raise ValueError(
-                    f"{name}={value} lies outside its search interval [{low}, {high}], so the first recalibration "
-                    f"would jump. Choose a value inside, or widen the interval with {name.replace('init', 'min')} and "
-                    f"{name.replace('init', 'max')}."
-                )
+        self.clip_search.check_start(self.clip_lower_init, self.clip_upper_init)
         for name, flag, issue in (
             ("fp8_recipe", self.fp8_recipe == "blockwise", "Use 'rowwise', its nearest relative"),
             ("fp8_compile", self.fp8_compile, "Leave it False"),

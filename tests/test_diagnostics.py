@@ -1,0 +1,154 @@
+"""Diagnosis of a micro-batch, by hand. Every fraction is (numerator, denominator), in float64."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from trl_fp8 import diagnostics
+
+
+MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])
+NEGATIVE = torch.tensor([[True, True, True, False], [False] * 4])
+POSITIVE = torch.tensor([[False] * 4, [True, True, False, False]])
+BOUNDS, REF_BOUNDS = (0.5, 2.0), (0.75, 1.25)
+# The last column, and the third token of the second row, are masked
+RATIO = torch.tensor([[0.5, 0.75, 1.0, 0.1], [1.25, 2.0, 9.0, 9.0]])
+REF_RATIO = torch.tensor([[0.75, 1.0, 0.5, 1.0], [1.0, 1.25, 1.0, 1.0]])
+
+
+def plain(fractions: dict[str, tuple[Tensor, Tensor]]) -> dict[str, tuple[float, float]]:
+    for numerator, denominator in fractions.values():
+        assert numerator.dtype == denominator.dtype == torch.float64
+        assert numerator.shape == denominator.shape == ()
+    return {key: (numerator.item(), denominator.item()) for key, (numerator, denominator) in fractions.items()}
+
+
+@pytest.mark.parametrize(
+    ("advantages", "negative", "positive"),
+    [
+        ([-0.5, 2.0], [[1, 1, 1, 0], [0, 0, 0, 0]], [[0, 0, 0, 0], [1, 1, 0, 0]]),
+        ([[-0.5], [2.0]], [[1, 1, 1, 0], [0, 0, 0, 0]], [[0, 0, 0, 0], [1, 1, 0, 0]]),
+        ([0.0, -1.0], [[0, 0, 0, 0], [1, 1, 0, 0]], [[0, 0, 0, 0], [0, 0, 0, 0]]),
+        ([[-1, 0, 1, -1], [0, 1, -1, math.nan]], [[1, 0, 0, 0], [0, 0, 0, 0]], [[0, 0, 1, 0], [0, 1, 0, 0]]),
+    ],
+)
+def test_signs_split_the_kept_tokens_and_leave_zero_out(advantages, negative, positive):
+    found = diagnostics.signs(torch.tensor(advantages), MASK)
+    assert torch.equal(found[0], torch.tensor(negative, dtype=torch.bool))
+    assert torch.equal(found[1], torch.tensor(positive, dtype=torch.bool))
+
+
+def test_clip_shares_count_the_bound_itself_as_clipped():
+    assert plain(diagnostics.clip_shares(RATIO, NEGATIVE, POSITIVE, BOUNDS, REF_BOUNDS)) == {
+        "clip_ratio/negative": (1, 3),  # 0.5
+        "clip_ratio/positive": (1, 2),  # 2.0
+        "clip_ratio/negative_at_reference": (2, 3),  # 0.5, 0.75
+        "clip_ratio/positive_at_reference": (2, 2),  # 1.25, 2.0
+    }
+
+
+def test_a_float32_ratio_is_compared_in_float64():
+    ratio = torch.tensor([[0.8, 0.7]])  # 0.80000001 and 0.69999999
+    both = torch.ones(1, 2, dtype=torch.bool)
+    shares = plain(diagnostics.clip_shares(ratio, both, ~both, (0.8, 2.0), (0.7, 2.0)))
+    assert shares["clip_ratio/negative"] == (1, 2)
+    assert shares["clip_ratio/negative_at_reference"] == (1, 2)
+    over = plain(diagnostics.over_clipping(torch.full((1, 2), 0.1), ratio, both, ~both, (0.8, 2.0)))
+    assert over["overclip/lower"] == (1, 2)
+
+
+def test_over_clipping_counts_what_fp8_clips_and_bf16_does_not():
+    # A < 0: 0.75 -> 0.5: BF16 is on the bound, clipped itself; 1.0 -> 0.75: over-clipped; 0.5 -> 1.0: the other way
+    # A > 0: 1.0 -> 1.25: over-clipped; 1.25 -> 2.0: BF16 is on the bound
+    over = diagnostics.over_clipping(RATIO, REF_RATIO, NEGATIVE, POSITIVE, REF_BOUNDS)
+    assert plain(over) == {"overclip/lower": (1, 3), "overclip/upper": (1, 2)}
+
+
+def test_over_clipping_reads_the_side_of_the_advantage_only():
+    low, high, one = torch.tensor([[0.1, 9.0]]), torch.tensor([[9.0, 0.1]]), torch.ones(1, 2)
+    negative = torch.tensor([[True, False]])
+    assert plain(diagnostics.over_clipping(low, one, negative, ~negative, REF_BOUNDS)) == {
+        "overclip/lower": (1, 1),
+        "overclip/upper": (1, 1),
+    }
+    assert plain(diagnostics.over_clipping(high, one, negative, ~negative, REF_BOUNDS)) == {
+        "overclip/lower": (0, 1),
+        "overclip/upper": (0, 1),
+    }
+
+
+def test_nmae_is_a_sum_of_errors_over_a_sum_of_magnitudes():
+    values, ref_values = torch.tensor([[1.5, -1.0, 7.0]]), torch.tensor([[1.0, -3.0, 5.0]])
+    numerator, denominator = diagnostics.nmae(values, ref_values, torch.tensor([[1, 1, 0]]))
+    assert (numerator.item(), denominator.item()) == (2.5, 4.0)
+
+
+def test_quantization_error_compares_probabilities_and_ratios():
+    logps = torch.tensor([[0.5, 0.25, 1.0]], dtype=torch.float64).log()
+    ref_logps = torch.tensor([[0.25, 0.5, 0.125]], dtype=torch.float64).log()
+    ratio, ref_ratio = torch.tensor([[1.0, 2.0, 5.0]]), torch.tensor([[1.25, 1.0, 1.0]])
+    error = plain(diagnostics.quantization_error(logps, ref_logps, ratio, ref_ratio, torch.tensor([[1, 1, 0]])))
+    assert set(error) == {"fp8/prob_nmae", "fp8/ratio_nmae"}
+    assert error["fp8/prob_nmae"] == pytest.approx((0.5, 0.75), rel=1e-14)
+    assert error["fp8/ratio_nmae"] == (1.25, 2.25)
+
+
+def test_noise_floor_is_the_mean_absolute_log_ratio():
+    log_ratio = torch.tensor([[0.5, -0.25, 0.0, 8.0]])
+    assert plain(diagnostics.noise_floor(log_ratio, torch.tensor([[1, 1, 1, 0]]))) == {"fp8/noise_floor": (0.75, 3)}
+
+
+def test_entropy_bins_are_closed_below_and_open_above():
+    # mean entropies 0, 0.2 - 1e-9, 0.2, 0.5, 1 - 1e-9, 1, 50, and -1e-9, which is rounding around 0
+    means = torch.tensor([0.0, 0.2 - 1e-9, 0.2, 0.5, 1 - 1e-9, 1.0, 50.0, -1e-9], dtype=torch.float64)
+    assert plain(diagnostics.entropy_bins(means.unsqueeze(1), torch.ones(8, 1))) == {
+        "entropy_bins/0_02": (3, 8),
+        "entropy_bins/02_05": (1, 8),
+        "entropy_bins/05_1": (2, 8),
+        "entropy_bins/1_inf": (2, 8),
+    }
+
+
+def test_entropy_is_the_mean_over_the_kept_tokens_of_a_response():
+    entropies = torch.tensor([[0.25, 0.5, 9.0], [2.0, 9.0, 9.0], [9.0, 9.0, 9.0]])
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0], [0, 0, 0]])  # means 0.375 and 2, and an empty response
+    assert plain(diagnostics.entropy_bins(entropies, mask)) == {
+        "entropy_bins/0_02": (0, 2),
+        "entropy_bins/02_05": (1, 2),
+        "entropy_bins/05_1": (0, 2),
+        "entropy_bins/1_inf": (1, 2),
+    }
+
+
+def everything(values: Tensor, ref_values: Tensor, advantages: Tensor, mask: Tensor) -> dict[str, tuple[float, float]]:
+    negative, positive = diagnostics.signs(advantages, mask)
+    return plain(
+        {
+            **diagnostics.clip_shares(values, negative, positive, BOUNDS, REF_BOUNDS),
+            **diagnostics.over_clipping(values, ref_values, negative, positive, REF_BOUNDS),
+            **diagnostics.quantization_error(values, ref_values, values, ref_values, mask),
+            **diagnostics.noise_floor(values, mask),
+            **diagnostics.entropy_bins(values, mask),
+        }
+    )
+
+
+@pytest.mark.parametrize("rubbish", [math.nan, math.inf, -math.inf, 1e4])
+def test_rubbish_in_masked_tokens_changes_nothing(rubbish):
+    advantages = torch.tensor([[-1.0] * 4, [1.0] * 4])
+    clean = everything(RATIO, REF_RATIO, advantages, MASK)
+    dirty = [torch.where(MASK.bool(), values, rubbish) for values in (RATIO, REF_RATIO, advantages)]
+    assert everything(*dirty, MASK) == clean
+    assert len(clean) == 13
+    assert all(denominator > 0 for _, denominator in clean.values())
+    assert clean["clip_ratio/negative"] == (1, 3)
+
+
+def test_an_empty_set_has_denominator_zero():
+    nothing = everything(RATIO, REF_RATIO, torch.tensor([-1.0, 1.0]), torch.zeros(2, 4))
+    assert nothing == dict.fromkeys(nothing, (0.0, 0.0))
+    one_sided = everything(RATIO, REF_RATIO, torch.tensor([1.0, 0.0]), MASK)
+    assert one_sided["clip_ratio/negative"] == one_sided["overclip/lower"] == (0.0, 0.0)
+    assert one_sided["clip_ratio/positive"] == (0.0, 3.0)

@@ -1,0 +1,607 @@
+"""The trainer at work: real GRPO steps, what is measured, how often the shadow runs, and what is refused."""
+
+import math
+
+import pytest
+import torch
+from conftest import RECIPES, build_dataset, build_model, build_tokenizer, build_trainer, digits_reward
+from trl import GRPOConfig, GRPOTrainer
+
+import trl_fp8.trainer as trainer_module
+from trl_fp8 import CalibratedClippingCallback, ClippingPolicy, FP8GRPOConfig, FP8GRPOTrainer
+from trl_fp8.clip_statistics import ClipStatistics
+from trl_fp8.clipping import ClipSearch, calibrate_bounds, importance_weight
+from trl_fp8.float8 import SwitchableFloat8Linear
+
+
+CALIBRATED = {"calibration_interval": 1, "max_steps": 4}
+
+
+class Recorder:
+    """Every micro-batch handed to the statistics, and the decision it must lead to."""
+
+    def __init__(self, monkeypatch):
+        self.batches = []
+        update = ClipStatistics.update
+
+        def spy(statistics, *tensors):
+            self.batches.append(tensors)
+            update(statistics, *tensors)
+
+        monkeypatch.setattr(ClipStatistics, "update", spy)
+
+    def pooled(self, start, stop):
+        def join(index):
+            parts = [batch[index] for batch in self.batches[start:stop]]
+            return None if parts[0] is None else torch.cat([p.flatten() for p in parts]).unsqueeze(0)
+
+        ratio, ref_ratio, mask, weight, ref_weight = (join(i) for i in (0, 1, 3, 4, 5))
+        advantages = torch.cat(
+            [
+                (b[2].unsqueeze(1) if b[2].dim() == 1 else b[2]).expand(b[3].shape).flatten()
+                for b in self.batches[start:stop]
+            ]
+        ).unsqueeze(0)
+        return ratio, ref_ratio, advantages, mask, weight, ref_weight
+
+
+class ForwardCounter:
+    """Scoring passes of the stock trainer by precision; `high` counts those inside the shadow switch."""
+
+    def __init__(self, monkeypatch):
+        self.fp8 = self.high = 0
+        score = GRPOTrainer._get_per_token_logps_and_entropies
+
+        def spy(trainer, model, *args, **kwargs):
+            switched = [m.high_precision for m in trainer.model.modules() if isinstance(m, SwitchableFloat8Linear)]
+            assert all(switched) or not any(switched)
+            if switched[0]:
+                self.high += 1
+            else:
+                self.fp8 += 1
+            return score(trainer, model, *args, **kwargs)
+
+        monkeypatch.setattr(GRPOTrainer, "_get_per_token_logps_and_entropies", spy)
+
+
+def logged(trainer, key):
+    return [entry[key] for entry in trainer.state.log_history if key in entry]
+
+
+# -- a real step
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("bf16", [True, False])
+def test_a_real_step_moves_every_parameter_and_logs_our_metrics(recipe, bf16, tmp_path):
+    trainer = build_trainer(tmp_path, fp8_recipe=recipe, bf16=bf16, **CALIBRATED)
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    trainer.train()
+    assert all(math.isfinite(loss) for loss in logged(trainer, "loss"))
+    for name, parameter in trainer.model.named_parameters():
+        assert not torch.equal(parameter, before[name]), name
+    keys = set().union(*trainer.state.log_history)
+    for key in (
+        "clip_bounds/lower",
+        "clip_bounds/upper_target",
+        "clip_ratio/negative",
+        "clip_ratio/positive_at_reference",
+        "calibration/alpha_low",
+        "calibration/rho_after",
+        "overclip/lower",
+        "fp8/nmae_amplification",
+        "fp8/noise_floor",
+        "fp8/shadow_time",
+        "entropy_bins/1_inf",
+    ):
+        assert key in keys
+    assert logged(trainer, "fp8/num_converted_modules") == [14]
+    assert trainer.clip_bounds != (0.6, 1.8)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo"])
+def test_every_calibrated_loss_type_trains(loss_type, tmp_path):
+    trainer = build_trainer(tmp_path, loss_type=loss_type, **CALIBRATED)
+    trainer.train()
+    assert logged(trainer, "calibration/degenerate") == [0]
+    lower, upper = trainer.clip_bounds
+    assert trainer.epsilon_low == 1 - lower
+    assert trainer.epsilon_high == upper - 1
+
+
+def test_generation_runs_the_fp8_forward(tmp_path, monkeypatch):
+    trainer = build_trainer(tmp_path, max_steps=1)
+    calls = []
+    forward = SwitchableFloat8Linear.forward
+    monkeypatch.setattr(
+        SwitchableFloat8Linear, "forward", lambda m, x: calls.append((m.high_precision, x.shape[1])) or forward(m, x)
+    )
+    trainer.train()
+    one_token = [high for high, length in calls if length == 1]
+    assert len(one_token) >= 14
+    assert not any(one_token)
+
+
+# -- how often the shadow runs
+
+
+@pytest.mark.parametrize(
+    ("settings", "batches", "moved_micro_batches"),
+    [
+        ({}, 1, 3),  # 4 mini-batches, the first at the old weights
+        ({"num_iterations": 2}, 1, 7),
+        ({"gradient_accumulation_steps": 2}, 1, 6),  # 8 micro-batches, the first 2 before the first optimizer step
+        # optimizer steps end after micro-batches 3, 6, 9, 12; generation batches after 4, 8, 12
+        ({"gradient_accumulation_steps": 3, "steps_per_generation": 4, "max_steps": 4}, 3, 1 + 2 + 3),
+    ],
+)
+def test_shadow_passes_are_one_plus_one_per_moved_micro_batch_and_no_extra_fp8_pass(
+    settings, batches, moved_micro_batches, tmp_path, monkeypatch
+):
+    settings = {"max_steps": 8 if "num_iterations" in settings else 4, **settings}
+    counts = {}
+    for interval in (1, 100):
+        with monkeypatch.context() as patch:
+            counter = ForwardCounter(patch)
+            trainer = build_trainer(tmp_path / str(interval), calibration_interval=interval, **settings)
+            trainer.train()
+            counts[interval] = counter
+    assert counts[100].high == 0
+    assert counts[1].fp8 == counts[100].fp8
+    assert counts[1].high == batches + moved_micro_batches
+
+
+def test_only_every_interval_th_generation_batch_is_shadowed(tmp_path, monkeypatch):
+    counter = ForwardCounter(monkeypatch)
+    trainer = build_trainer(tmp_path, calibration_interval=2, max_steps=20)  # 5 generation batches
+    trainer.train()
+    assert counter.high == 2 * (1 + 3)
+    assert len(logged(trainer, "calibration/alpha_low")) == 2
+    lower = logged(trainer, "clip_bounds/lower")
+    assert lower[:8] == [0.6] * 8  # in force through the second batch; the new bound holds from the third
+    assert lower[8] != 0.6
+    assert lower[8:16] == [lower[8]] * 8
+    assert lower[16] != lower[8]
+
+
+def test_nothing_is_shadowed_where_every_ratio_is_one(tmp_path, monkeypatch, caplog):
+    counter = ForwardCounter(monkeypatch)
+    trainer = build_trainer(tmp_path, steps_per_generation=1, **CALIBRATED)
+    trainer.train()
+    assert counter.high == 0
+    assert "nothing to calibrate" in caplog.text
+    assert trainer.clip_bounds == (0.6, 1.8)
+
+
+def test_a_run_shorter_than_the_interval_warns(tmp_path, caplog):
+    build_trainer(tmp_path, max_steps=4).train()
+    assert "The run has 1 generation batches, fewer than calibration_interval=20" in caplog.text
+
+
+# -- what enters the statistics
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_iterations": 2, "max_steps": 8}, {"rebalance_with": "target"}])
+def test_the_streamed_decision_is_calibrate_bounds_over_the_pooled_tokens(settings, tmp_path, monkeypatch):
+    recorder = Recorder(monkeypatch)
+    trainer = build_trainer(tmp_path, learning_rate=5e-3, **{**CALIBRATED, **settings})
+    trainer.train()
+    monkeypatch.undo()
+    assert len(recorder.batches) == trainer.args.micro_batches_per_generation
+    expected = calibrate_bounds(*recorder.pooled(0, None)[:4], rebalance_with=settings.get("rebalance_with"))
+    assert not expected.degenerate
+    assert trainer.clip_bounds == (expected.lower, expected.upper)
+    assert logged(trainer, "clip_bounds/lower_target") == [expected.lower_target]
+    assert logged(trainer, "calibration/alpha_low") == [pytest.approx(expected.alpha_low, rel=1e-12)]
+    assert logged(trainer, "calibration/rho_after") == [pytest.approx(expected.rho_after, rel=1e-12)]
+    ratio, ref_ratio, _, mask, *_ = recorder.pooled(0, None)
+    assert not torch.equal(ratio[mask], ref_ratio[mask])
+
+
+def test_the_reference_ratio_of_the_first_mini_batch_is_exactly_one(tmp_path, monkeypatch):
+    recorder = Recorder(monkeypatch)
+    build_trainer(tmp_path, **CALIBRATED).train()
+    first, later = recorder.batches[0], recorder.batches[1]
+    assert torch.equal(first[1], torch.ones_like(first[1]))
+    assert not torch.equal(later[1], torch.ones_like(later[1]))
+
+
+def test_shadow_log_probs_are_those_of_an_unconverted_twin(tmp_path, monkeypatch):
+    """The BF16 old log-probs equal the ones a stock trainer computes for the same weights and tokens."""
+    trainer = build_trainer(tmp_path, **CALIBRATED)
+    outputs = []
+    generate = trainer._generate_and_score_completions
+    monkeypatch.setattr(
+        trainer, "_generate_and_score_completions", lambda x: outputs.append(generate(x)) or outputs[-1]
+    )
+    trainer.train()
+    twin = build_trainer(tmp_path / "twin", cls=GRPOTrainer, config=GRPOConfig)
+    twin.model.train()
+    batch = outputs[0]
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+    with torch.no_grad():
+        expected, _, _ = twin._get_per_token_logps_and_entropies(
+            twin.model, ids, mask, batch["completion_ids"].size(1), batch_size=8
+        )
+    assert torch.equal(batch["shadow_old_per_token_logps"], expected)
+    assert not torch.equal(batch["old_per_token_logps"], expected)
+
+
+def test_masks_of_the_loss_are_masks_of_the_statistics(tmp_path, monkeypatch):
+    recorder = Recorder(monkeypatch)
+    settings = {"off_policy_mask_threshold": 1e-4, "top_entropy_quantile": 0.5, "mask_truncated_completions": True}
+    masks = []
+    for name in ("get_off_policy_mask", "get_high_entropy_mask"):
+        original = getattr(GRPOTrainer, name)
+        if name == "get_off_policy_mask":
+            spy = staticmethod(lambda *a, f=original, **k: masks.append(f(*a, **k)) or masks[-1])
+        else:
+            spy = lambda *a, f=original, **k: masks.append(f(*a, **k)) or masks[-1]  # noqa: E731
+        monkeypatch.setattr(GRPOTrainer, name, spy)
+    trainer = build_trainer(tmp_path, learning_rate=5e-3, **{**CALIBRATED, **settings})
+    completion_masks = []
+    compute_loss = trainer.compute_loss
+    monkeypatch.setattr(
+        trainer,
+        "compute_loss",
+        lambda m, i, **k: completion_masks.append(i["completion_mask"]) or compute_loss(m, i, **k),
+    )
+    trainer.train()
+    assert len(recorder.batches) == 4
+    dropped = 0
+    for i, tensors in enumerate(recorder.batches):
+        entropy, off_policy = masks[2 * i], masks[2 * i + 1]
+        expected = completion_masks[i].bool() & entropy.bool() & off_policy.bool()
+        assert torch.equal(tensors[3], expected)
+        dropped += int((completion_masks[i].bool() & ~expected).sum())
+    assert dropped > 0
+
+
+def test_tool_masks_leave_the_statistics(tmp_path, monkeypatch):
+    recorder = Recorder(monkeypatch)
+    trainer = build_trainer(tmp_path, **CALIBRATED)
+
+    def rollout(prompts, trainer):
+        ids = trainer.processing_class(prompts)["input_ids"]
+        completions = [[5, 6, 7, 8, 9, 1] for _ in prompts]
+        return {
+            "prompt_ids": ids,
+            "completion_ids": completions,
+            "logprobs": [[-1.0] * 6 for _ in prompts],
+            "env_mask": [[1, 1, 0, 0, 1, 1] for _ in prompts],
+        }
+
+    trainer.rollout_func = rollout
+    trainer.train()
+    assert len(recorder.batches) == 4
+    for tensors in recorder.batches:
+        assert torch.equal(tensors[3], torch.tensor([[1, 1, 0, 0, 1, 1]] * 8).bool())
+
+
+def test_delta_reaches_the_statistics(tmp_path, monkeypatch):
+    seen = []
+    init = ClipStatistics.__init__
+    monkeypatch.setattr(ClipStatistics, "__init__", lambda s, *a, **k: (seen.append(k["delta"]), init(s, *a, **k))[1])
+    build_trainer(tmp_path, delta=2.5, **CALIBRATED).train()
+    assert seen == [2.5]
+
+
+def test_evaluation_in_between_changes_no_decision(tmp_path):
+    bounds = []
+    for evaluate in (False, True):
+        extra = {"eval_dataset": build_dataset(8)}
+        settings = {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True} if evaluate else {}
+        # greedy-like evaluation would still draw from the global RNG, so seed each generation alike
+        trainer = build_trainer(tmp_path / str(evaluate), trainer=extra, temperature=1.0, **CALIBRATED, **settings)
+        generate = trainer._generate_single_turn
+
+        def seeded(*args, trainer=trainer, generate=generate, **kwargs):
+            torch.manual_seed(1000 + trainer.state.global_step)
+            return generate(*args, **kwargs)
+
+        trainer._generate_single_turn = seeded
+        trainer.train()
+        bounds.append((trainer.clip_bounds, logged(trainer, "calibration/alpha_low")))
+        if evaluate:
+            assert len(logged(trainer, "eval_loss")) >= 4
+    assert bounds[0] == bounds[1]
+
+
+def test_peft_reference_with_beta_is_not_taken_for_the_old_policy(tmp_path, monkeypatch):
+    from peft import LoraConfig
+
+    recorder = Recorder(monkeypatch)
+    peft_config = LoraConfig(r=16, target_modules=["q_proj", "down_proj"], lora_dropout=0.0)
+    trainer = build_trainer(tmp_path, beta=0.1, trainer={"peft_config": peft_config}, **CALIBRATED)
+    assert len(trainer.conversion_report.converted) == 14
+    trainer.train()
+    assert torch.equal(recorder.batches[0][1], torch.ones_like(recorder.batches[0][1]))
+    assert logged(trainer, "kl")
+    assert trainer.clip_bounds != (0.6, 1.8)
+
+
+# -- importance weights
+
+
+class FakeVLLMGeneration:
+    """Stands in for the engine only: random completions with sampler log-probs, one of them NaN."""
+
+    def __init__(self, *args, processing_class, **kwargs):
+        self.vocabulary = len(processing_class)
+
+    def sync_weights(self):
+        pass
+
+    def generate(self, prompts, images, num_generations, profiler=None):
+        generator = torch.Generator().manual_seed(0)
+        ids = [torch.randint(3, self.vocabulary, (6,), generator=generator).tolist() for _ in prompts]
+        logps = [[[-3.1 + 0.8 * torch.randn((), generator=generator).item()] for _ in row] for row in ids]
+        logps[1][2] = [None]
+        return None, ids, logps, None
+
+
+@pytest.fixture
+def fake_engine(monkeypatch):
+    import trl.trainer.grpo_trainer as upstream
+
+    monkeypatch.setattr(upstream, "VLLMGeneration", FakeVLLMGeneration)
+    monkeypatch.setattr(upstream, "is_vllm_available", lambda *a, **k: True, raising=False)
+
+
+VLLM = {"use_vllm": True, "vllm_mode": "colocate", "vllm_quantization": "none"}
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+def test_importance_weight_equals_trls_ratio_on_a_real_batch(mode, tmp_path, fake_engine):
+    trainer = build_trainer(
+        tmp_path, vllm_importance_sampling_mode=mode, vllm_importance_sampling_clip_min=0.4, **VLLM, **CALIBRATED
+    )
+    trainer.model.train()
+    batch = trainer._generate_and_score_completions([{"prompt": "1+1="}] * 8)
+    ours = importance_weight(
+        batch["old_per_token_logps"],
+        batch["sampling_per_token_logps"],
+        batch["completion_mask"],
+        mode=mode,
+        clip_min=0.4,
+        clip_max=2.0,
+    )
+    theirs = batch["importance_sampling_ratio"].expand(ours.shape)
+    scored = ~batch["sampling_per_token_logps"].isnan()
+    assert torch.equal(ours[scored], theirs[scored])
+    assert (ours[~scored] == 0).all()
+    assert theirs.unique().numel() > 2
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_mask"])
+def test_the_weight_of_the_loss_is_the_weight_of_the_statistics(mode, tmp_path, fake_engine, monkeypatch):
+    recorder = Recorder(monkeypatch)
+    trainer = build_trainer(tmp_path, vllm_importance_sampling_mode=mode, **VLLM, **CALIBRATED)
+    used = []
+    compute_loss = GRPOTrainer._compute_loss
+    monkeypatch.setattr(
+        GRPOTrainer,
+        "_compute_loss",
+        lambda t, m, i: used.append(i["importance_sampling_ratio"]) or compute_loss(t, m, i),
+    )
+    trainer.train()
+    assert len(recorder.batches) == 4
+    for weight, tensors in zip(used, recorder.batches, strict=True):
+        assert torch.equal(tensors[4], weight)
+        assert torch.equal(tensors[3], tensors[3] & (weight != 0))
+        assert tensors[5] is not None
+        assert not torch.equal(tensors[5][tensors[3]], weight.expand(tensors[3].shape)[tensors[3]])
+
+
+# -- policies
+
+
+class FixedPolicy(ClippingPolicy):
+    def __init__(self):
+        self.events = []
+
+    @property
+    def initial_bounds(self):
+        return 0.5, 1.5
+
+    def on_generation_begin(self, trainer):
+        self.events.append(("begin", trainer.state.global_step))
+        trainer.collect_clip_statistics([0.7], [1.3], shadow=False)
+        trainer.clip_bounds = (0.5, 1.5)
+
+    def on_generation_end(self, trainer):
+        numbers = trainer.clip_statistics.numbers()
+        self.events.append(("end", numbers.policy.num_negative, numbers.reference.num_negative))
+        trainer.record_metrics({"policy/share": (numbers.policy.lower_clipped[0.7], numbers.policy.num_negative)})
+
+
+def test_a_custom_policy_gets_its_events_and_replaces_ours(tmp_path, caplog):
+    policy = FixedPolicy()
+    trainer = build_trainer(tmp_path, trainer={"callbacks": [policy]}, max_steps=9)
+    assert trainer.clip_bounds == (0.5, 1.5)
+    assert not any(isinstance(c, CalibratedClippingCallback) for c in trainer.callback_handler.callbacks)
+    assert not caplog.text
+    trainer.train()
+    assert [event[0] for event in policy.events] == ["begin", "end", "begin", "end", "begin"]
+    assert [event[1] for event in policy.events if event[0] == "begin"] == [0, 4, 8]
+    assert all(event[1] > 0 and event[2] == 0 for event in policy.events if event[0] == "end")
+    assert len(logged(trainer, "policy/share")) == 2
+    assert set(logged(trainer, "clip_bounds/lower")) == {0.5}
+
+
+def test_settings_a_custom_policy_ignores_are_named(tmp_path, caplog):
+    build_trainer(tmp_path, trainer={"callbacks": [FixedPolicy()]}, clip_lower_init=0.7, calibration_interval=3)
+    assert "calibration_interval, clip_lower_init of FP8GRPOConfig have no effect" in caplog.text
+
+
+def test_two_policies_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="2 clipping policies.*Pass one"):
+        build_trainer(tmp_path, trainer={"callbacks": [FixedPolicy(), CalibratedClippingCallback()]})
+
+
+def test_a_policy_cannot_ask_for_a_shadow_where_every_ratio_is_one(tmp_path):
+    trainer = build_trainer(tmp_path, steps_per_generation=1)
+    with pytest.raises(ValueError, match="every ratio is 1"):
+        trainer.collect_clip_statistics([0.8], [1.2], shadow=True)
+
+
+def test_bounds_must_enclose_one(tmp_path):
+    trainer = build_trainer(tmp_path)
+    for bounds in ((1.1, 1.2), (0.5, 0.9), (0.0, 1.2), (math.nan, 1.2)):
+        with pytest.raises(ValueError, match="do not enclose"):
+            trainer.clip_bounds = bounds
+
+
+def test_calibration_off_keeps_the_bounds_at_epsilon(tmp_path):
+    trainer = build_trainer(tmp_path, use_calibrated_clipping=False, epsilon=0.4, epsilon_high=0.3, max_steps=2)
+    trainer.train()
+    assert trainer.clip_bounds == (0.6, 1.3)
+    assert (trainer.epsilon_low, trainer.epsilon_high) == (0.4, 0.3)
+
+
+def test_degenerate_batches_keep_both_bounds_and_say_so(tmp_path, caplog):
+    constant = {"reward_funcs": lambda completions, **kwargs: [1.0] * len(completions)}
+    trainer = build_trainer(tmp_path, trainer=constant, **CALIBRATED)
+    trainer.train()
+    assert trainer.clip_bounds == (0.6, 1.8)
+    assert logged(trainer, "calibration/degenerate") == [1]
+    assert "0 tokens of negative and 0 of positive advantage" in caplog.text
+
+
+# -- the start-up line
+
+
+def test_the_start_up_line_says_what_is_in_force(tmp_path, capsys):
+    build_trainer(tmp_path, gradient_accumulation_steps=2, calibration_interval=3)
+    out = capsys.readouterr().out
+    assert "14/15 linear layers train in FP8 (rowwise)" in out
+    assert "1 kept: output embedding (lm_head)" in out
+    line = out.splitlines()[-1]
+    for part in (
+        "fp8_recipe=rowwise",
+        "14/15 layers (emulated)",
+        "transformers with the training forward (FP8)",
+        "clip bounds [0.6, 1.8]",
+        "BF16 reference [0.8, 1.24]",
+        "first recalibration after generation batch 3 (optimizer step 12)",
+        "steps_per_generation=8",
+    ):
+        assert part in line
+
+
+# -- refusals that need the model, the data or the trainer
+
+
+def test_a_stock_config_is_refused(tmp_path):
+    with pytest.raises(TypeError, match="args is a GRPOConfig.*Pass FP8GRPOConfig"):
+        build_trainer(tmp_path, config=GRPOConfig)
+
+
+def test_no_config_gets_the_defaults(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(trainer_module, "FP8GRPOConfig", lambda name: FP8GRPOConfig(name, use_cpu=True, report_to=[]))
+    model = build_model()
+    model.config._name_or_path = "somewhere/Tiny"
+    trainer = FP8GRPOTrainer(model, digits_reward, train_dataset=build_dataset(), processing_class=build_tokenizer())
+    assert trainer.args.output_dir == "Tiny-FP8-GRPO"
+    assert trainer.args.fp8_recipe == "rowwise"
+
+
+@pytest.mark.parametrize("method", ["bitsandbytes", "fp8", "compressed-tensors"])
+def test_quantised_checkpoints_are_refused_before_loading(method, tmp_path):
+    model = build_model()
+    model.config.quantization_config = {"quant_method": method, "load_in_4bit": True}
+    with pytest.raises(ValueError, match=f"quantised checkpoint \\(quant_method '{method}'\\).*BF16 or FP32"):
+        build_trainer(tmp_path / "a", model=model)
+    model.config.save_pretrained(tmp_path / "checkpoint")  # no weights: refused before they are looked for
+    with pytest.raises(ValueError, match="quantised checkpoint"):
+        build_trainer(tmp_path / "b", model=str(tmp_path / "checkpoint"))
+
+
+def test_a_quantization_config_is_refused(tmp_path):
+    from transformers import BitsAndBytesConfig
+
+    with pytest.raises(ValueError, match="quantization_config=BitsAndBytesConfig quantises the weights"):
+        build_trainer(tmp_path, trainer={"quantization_config": BitsAndBytesConfig(load_in_8bit=True)})
+
+
+def test_data_parallel_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(FP8GRPOConfig, "n_gpu", property(lambda self: 2))
+    with pytest.raises(ValueError, match="does not support `nn.DataParallel`"):
+        build_trainer(tmp_path)
+
+
+@pytest.mark.parametrize("size", [0, 3])
+def test_a_train_set_without_one_generation_batch_is_refused(size, tmp_path):
+    with pytest.raises(ValueError, match=f"train_dataset has {size} prompts, and one generation batch takes 8"):
+        build_trainer(tmp_path, trainer={"train_dataset": build_dataset(size)})
+
+
+def test_active_dropout_is_refused_with_calibration_only(tmp_path):
+    with pytest.raises(ValueError, match="attention_dropout=0.1"):
+        build_trainer(tmp_path, model=build_model(attention_dropout=0.1))
+    build_trainer(tmp_path, model=build_model(attention_dropout=0.1), use_calibrated_clipping=False)
+
+
+def test_lora_dropout_is_refused_with_calibration(tmp_path):
+    from peft import LoraConfig
+
+    peft_config = LoraConfig(r=16, target_modules=["q_proj"], lora_dropout=0.05)
+    with pytest.raises(ValueError, match="Dropout is active .*lora_dropout"):
+        build_trainer(tmp_path, trainer={"peft_config": peft_config})
+    build_trainer(tmp_path, trainer={"peft_config": peft_config}, disable_dropout=True)
+
+
+def test_bf16_weights_whose_updates_vanish_warn(tmp_path, caplog):
+    build_trainer(tmp_path, model=build_model().to(torch.bfloat16), learning_rate=1e-6)
+    assert "most updates vanish. Load the model in float32" in caplog.text
+    caplog.clear()
+    build_trainer(tmp_path, model=build_model(), learning_rate=1e-6)
+    assert "vanish" not in caplog.text
+
+
+def test_rewards_of_the_wrong_length_name_the_function(tmp_path):
+    trainer = build_trainer(tmp_path, trainer={"reward_funcs": lambda completions, **kwargs: [0.0]})
+    with pytest.raises(ValueError, match="'<lambda>' returned 1 rewards, but 32 were expected"):
+        trainer.train()
+
+
+def test_a_batch_no_function_scores_names_the_functions(tmp_path):
+    def silent(completions, **kwargs):
+        return [None] * len(completions)
+
+    trainer = build_trainer(tmp_path, trainer={"reward_funcs": [silent, silent]})
+    with pytest.raises(ValueError, match=r"any of the 32 samples.*\(silent, silent\)"):
+        trainer.train()
+    # one function that does not apply is legal
+    trainer = build_trainer(tmp_path / "b", trainer={"reward_funcs": [silent, digits_reward]}, max_steps=1)
+    trainer.train()
+
+
+def test_real_kernels_need_padding_and_bf16(tmp_path, monkeypatch):
+    monkeypatch.setattr(trainer_module, "resolve_emulation", lambda *a: False)
+    args = build_trainer(tmp_path).args
+    assert args.pad_to_multiple_of == 16
+    assert build_trainer(tmp_path, fp8_recipe="rowwise_with_gw_hp").args.pad_to_multiple_of is None
+    assert build_trainer(tmp_path, pad_to_multiple_of=32).args.pad_to_multiple_of == 32
+    for value in (None, 8, 24):
+        with pytest.raises(ValueError, match=f"pad_to_multiple_of={value} lets"):
+            build_trainer(tmp_path, pad_to_multiple_of=value)
+    with pytest.raises(ValueError, match="bf16=False with fp8_recipe='rowwise'"):
+        build_trainer(tmp_path, bf16=False)
+
+
+def test_emulation_leaves_padding_alone(tmp_path):
+    assert build_trainer(tmp_path).args.pad_to_multiple_of is None
+
+
+def test_bf16_training_with_calibration_warns(tmp_path, caplog):
+    build_trainer(tmp_path, fp8_recipe="none")
+    assert "calibration only moves the bounds to the reference bounds" in caplog.text
+
+
+def test_search_settings_reach_the_callback(tmp_path):
+    trainer = build_trainer(tmp_path, clip_lower_min=0.4, clip_upper_max_change=0.2, rebalance_with="target")
+    (policy,) = (c for c in trainer.callback_handler.callbacks if isinstance(c, ClippingPolicy))
+    assert policy.search == ClipSearch(clip_lower_min=0.4, clip_upper_max_change=0.2, rebalance_with="target")

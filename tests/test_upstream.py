@@ -1,0 +1,112 @@
+"""Contract of every private or non-public upstream name we import or override: it exists, with these parameters."""
+
+import dataclasses
+import inspect
+
+import pytest
+import torch
+from conftest import build_trainer
+from torch import nn
+from transformers import Trainer
+from transformers.trainer_callback import ExportableState, TrainerState
+from trl import GRPOConfig, GRPOTrainer
+
+from trl_fp8 import FP8GRPOTrainer, _upstream
+
+
+@pytest.mark.parametrize("name", _upstream.TRL_OVERRIDES)
+def test_trl_methods_have_the_parameters_we_rely_on(name):
+    parameters = inspect.signature(getattr(GRPOTrainer, name)).parameters
+    assert set(_upstream.TRL_OVERRIDES[name]) <= set(parameters)
+
+
+@pytest.mark.parametrize("name", _upstream.HF_OVERRIDES)
+def test_transformers_methods_have_the_parameters_we_rely_on(name):
+    assert tuple(inspect.signature(getattr(Trainer, name)).parameters) == _upstream.HF_OVERRIDES[name]
+
+
+def test_every_override_of_a_parent_method_is_listed():
+    own = {name for name, member in vars(FP8GRPOTrainer).items() if inspect.isfunction(member)}
+    overridden = {name for name in own if hasattr(GRPOTrainer, name)} - {"__init__"}
+    assert overridden == {*_upstream.TRL_OVERRIDES, *_upstream.HF_OVERRIDES}
+
+
+def test_scoring_arguments_we_repeat_are_passed_by_keyword():
+    # the shadow pass repeats a call with compute_entropy and compute_aux_loss replaced
+    source = inspect.getsource(GRPOTrainer._compute_loss)
+    assert "compute_entropy=True" in source
+    assert "compute_aux_loss=self.aux_loss_enabled" in source
+
+
+def test_trl_reads_the_bounds_afresh_at_every_loss():
+    source = inspect.getsource(GRPOTrainer._compute_loss)
+    assert "1 - self.epsilon_low" in source
+    assert "1 + self.epsilon_high" in source
+
+
+def test_trl_calls_the_masks_through_self():
+    source = inspect.getsource(GRPOTrainer._compute_loss)
+    assert "self.get_off_policy_mask(" in source
+    assert "self.get_high_entropy_mask(" in source
+
+
+def test_trl_attributes_we_read(tmp_path):
+    trainer = build_trainer(tmp_path, cls=GRPOTrainer, config=GRPOConfig)
+    for name in ("_step", "epsilon_low", "epsilon_high", "use_vllm", "reward_func_names", "accelerator"):
+        assert hasattr(trainer, name), name
+    for name in ("importance_sampling_correction", "importance_sampling_mode", "importance_sampling_clip_min"):
+        assert hasattr(trainer, f"vllm_{name}"), name
+    assert hasattr(trainer.accelerator, "sync_gradients")
+
+
+def test_trl_resolves_pad_to_multiple_of_auto(tmp_path):
+    fields = {f.name: f.default for f in dataclasses.fields(GRPOConfig)}
+    assert fields["pad_to_multiple_of"] == "auto"
+
+
+def test_hf_keeps_callback_states_by_class_name():
+    class Stateful(ExportableState):
+        def state(self):
+            return {"args": {}, "attributes": {"n": 1}}
+
+    assert TrainerState(stateful_callbacks=[Stateful()]).stateful_callbacks == {"Stateful": Stateful().state()}
+
+
+def test_torchao_names():
+    parameters = inspect.signature(_upstream.matmul_with_hp_or_float8_args.forward).parameters
+    assert list(parameters) == ["ctx", "input_hp", "weight_hp_t", "linear_mm_config", "config"]
+    assert issubclass(_upstream.Float8Linear, nn.Linear)
+    assert list(inspect.signature(_upstream.Float8Linear.from_float).parameters) == ["mod", "config"]
+    assert "module_filter_fn" in inspect.signature(_upstream.swap_linear_layers).parameters
+    config = _upstream.Float8LinearConfig.from_recipe_name("rowwise")
+    assert {"emulate", "round_scales_to_power_of_2"} <= {f.name for f in dataclasses.fields(config)}
+    layer = _upstream.Float8Linear.from_float(nn.Linear(16, 16), config=dataclasses.replace(config, emulate=True))
+    assert hasattr(layer, "linear_mm_config")
+
+
+def test_stock_float8_linear_still_needs_our_forward():
+    """When this fails, torchao casts the weight as autocast does: drop the cast in `SwitchableFloat8Linear`."""
+    config = dataclasses.replace(_upstream.Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp"), emulate=True)
+    layer = _upstream.Float8Linear.from_float(nn.Linear(16, 16), config=config)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = layer(torch.randn(4, 16))
+    with pytest.raises(RuntimeError, match="dtype"):
+        output.float().sum().backward()
+
+
+def test_peft_adapters_are_found():
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(nn.Sequential(nn.Linear(16, 16)), LoraConfig(r=4, target_modules=["0"]))
+    names = {name for name, module in model.named_modules() if id(module) in _upstream.adapter_modules(model)}
+    assert "base_model.model.0.lora_A.default" in names
+    assert "base_model.model.0.base_layer" not in names
+    assert _upstream.adapter_modules(nn.Linear(2, 2)) == set()
+
+
+def test_module_hooks_are_found():
+    linear = nn.Linear(2, 2)
+    assert _upstream.module_hooks(linear) == []
+    linear.register_forward_hook(lambda *_: None)
+    linear.register_state_dict_post_hook(lambda *_: None)
+    assert _upstream.module_hooks(linear) == ["forward hooks", "state dict hooks"]
