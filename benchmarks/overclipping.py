@@ -156,14 +156,15 @@ def run(recipe: str, frozen: bool, model_path: str, options: argparse.Namespace,
 def table(results: list[dict]) -> str:
     """Markdown table, one row per run."""
     lines = [
-        "| recipe | run | BF16 | FP8@ref | ratio | in force | of BF16 | rho_ref | rho | of ref | L | H | BF16 clipped/batch "
-        "| reward | entropy |",
+        "| recipe | run | BF16 | FP8@ref | ratio | in force | of BF16 | rho_ref | rho | of ref | L | H "
+        "| BF16 clipped/batch | reward | entropy |",
         "|" + "---|" * 15,
     ]
     for r in results:
         span = [f"{min(r[k]):.2f}-{max(r[k]):.2f}" for k in ("lower", "upper")]
         lines.append(
-            f"| {r['recipe']} | {r['run']} | {r['bf16']:.2%} | {r['fp8_at_reference']:.2%} | {r['fp8_over_bf16']:.2f} | "
+            f"| {r['recipe']} | {r['run']} | {r['bf16']:.2%} | {r['fp8_at_reference']:.2%} "
+            f"| {r['fp8_over_bf16']:.2f} | "
             f"{r['fp8_in_force']:.2%} | {r['in_force_over_bf16']:.2f} | {r['rho_ref']:.3f} | {r['rho']:.3f} | "
             f"{r['rho_over_rho_ref']:.3f} | {span[0]} | {span[1]} | {r['bf16_clipped_tokens_mean']:.0f} | "
             f"{r['reward']:.2f} | {r['entropy']:.2f} |"

@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 .venv/bin/python benchmarks/overhead.py
 
 1. off/stock: FP8GRPOTrainer with everything off against GRPOTrainer, whole steps (target: at most +2 %).
-2. calibration: the extra time of a recalibration batch (two shadow passes and the decision), spread over an interval of
-   20 generation batches, against training time without generation (target: at most 4 %).
+2. calibration: the extra time of a recalibration batch (two shadow passes and the decision), spread over an interval
+   of 20 generation batches, against training time without generation (target: at most 4 %).
 3. metrics: statistics and metrics of every step against training time without generation (target: at most 2 %).
 
 Trainers take turns step by step on the embedded task, with completions of a fixed length; numbers are medians.

@@ -339,9 +339,14 @@ def test_a_shadow_pass_between_forward_and_backward_changes_no_gradient(recipe, 
 def test_the_switch_restores_after_exceptions_and_when_nested(tiny_model):
     convert_model(tiny_model, "rowwise")
     layers = [module for module in tiny_model.modules() if isinstance(module, SwitchableFloat8Linear)]
-    with pytest.raises(RuntimeError, match="inside"), high_precision(tiny_model):
-        assert all(layer.high_precision for layer in layers)
-        raise RuntimeError("inside")
+
+    def fail_inside():
+        with high_precision(tiny_model):
+            assert all(layer.high_precision for layer in layers)
+            raise RuntimeError("inside")
+
+    with pytest.raises(RuntimeError, match="inside"):
+        fail_inside()
     assert not any(layer.high_precision for layer in layers)
     with high_precision(tiny_model):
         with high_precision(tiny_model):
