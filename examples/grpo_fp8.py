@@ -19,6 +19,7 @@ import argparse
 import importlib
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,10 +49,13 @@ from trl.rewards import accuracy_reward, get_soft_overlong_punishment, reasoning
 from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer
 
 
+# TRL sets the old name of a setting that transformers has renamed; the warning would break the progress bar apart
+warnings.filterwarnings("ignore", message=".*gradient_checkpointing.*", category=FutureWarning)
+
 # What the embedded task trains with. Each holds only where neither the command line nor the YAML file says otherwise.
 EMBEDDED_DEFAULTS: dict[str, Any] = {
     "output_dir": "outputs/embedded",
-    "per_device_train_batch_size": 256,
+    "per_device_train_batch_size": 192,
     "num_generations": 8,
     "max_completion_length": 6,
     "learning_rate": 3e-5,  # FP8 noise and the weights' own movement then matter about equally to the clipping
@@ -183,6 +187,7 @@ def defaults_for(given: dict[str, Any]) -> dict[str, Any]:
     if dataset:
         return {}
     defaults = dict(NAMED_MODEL_DEFAULTS if model else EMBEDDED_DEFAULTS)
+    defaults["use_cpu"] = not torch.accelerator.is_available()  # transformers asks to say so before bf16 works there
     if "generation_batch_size" not in given:
         # Four mini-batches per generation batch, also where calibration is off and nothing else would ask for them
         defaults["steps_per_generation"] = 4 * int(given.get("gradient_accumulation_steps", 1))

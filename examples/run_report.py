@@ -107,8 +107,11 @@ def figure(history: list[dict[str, Any]], reference_bounds: tuple[float, float],
     reward.plot(*series("reward", entries), color="C2", label="training reward")
     reward.set_ylabel("reward")
     reward.set_xlabel("optimizer step")
+    bounds.set_ylim(top=1.1 * bounds.get_ylim()[1])  # room for the legend
+    bounds.legend(loc="upper center", fontsize="small", ncols=6)
+    shares.legend(loc="upper center", fontsize="small", ncols=3)
+    reward.legend(loc="lower right", fontsize="small")
     for panel in (bounds, shares, reward):
-        panel.legend(loc="upper right", fontsize="small")
         panel.grid(alpha=0.3)
     path.parent.mkdir(parents=True, exist_ok=True)
     drawing.savefig(path, dpi=120)

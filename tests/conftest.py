@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer
 
 
-RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+TORCHAO_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+RECIPES = (*TORCHAO_RECIPES, "blockwise")
 VOCABULARY = ["<pad>", "<eos>", "<unk>", *"0123456789+=abcdefghij"]
 
 # Settings of every small run; a test overrides what it is about

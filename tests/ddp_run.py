@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 
 import torch
-
 from conftest import build_trainer
+
 from trl_fp8.clip_statistics import ClipStatistics
 
 

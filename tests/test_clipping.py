@@ -82,6 +82,11 @@ def test_a_grid_begins_at_the_minimum_and_never_passes_the_maximum(step, lower, 
     assert (search.lower_grid, search.upper_grid) == (lower, upper)
 
 
+def test_a_grid_reaches_a_maximum_that_float_division_puts_just_below_a_step():
+    assert (1.9 - 1.2) / 0.1 < 7
+    assert ClipSearch(clip_upper_max=1.9, clip_grid_step=0.1).upper_grid == [1.2, 1.3, 1.4, 1.5, 1.6, 1.7, 1.8, 1.9]
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -371,17 +376,30 @@ def test_ties_of_stage_1_go_to_the_point_nearest_the_reference_then_to_the_small
     assert calibration.lower_target == lower_target
 
 
+@pytest.mark.parametrize("below", [0.3, 1.1])  # the distances' last bits say that 1.3, or that 1.36, is nearer
 @pytest.mark.parametrize(("reference", "upper_target"), [(1.31, 1.3), (1.35, 1.36), (1.33, 1.3)])
-def test_ties_of_stage_2_go_to_the_point_nearest_the_reference_then_to_the_smaller(reference, upper_target):
-    """P_ref = 2.1 of N = 1; FP8's P is 1.5 up to 1.32 and 2.7 from 1.34 on: both miss by 0.6, in other last bits."""
+def test_ties_of_stage_2_go_to_the_point_nearest_the_reference_then_to_the_smaller(reference, upper_target, below):
+    """N = 1 and P_ref = below + 0.66; FP8's P is below up to 1.32 and below + 1.32 from there: both miss by 0.66."""
     search = ClipSearch(clip_upper_min=1.24, clip_upper_max=1.6, clip_grid_step=0.06)
     assert search.upper_grid[1:3] == [1.3, 1.36]
+    too_low, too_high = abs(below - (below + 0.66)), abs(below + 1.32 - (below + 0.66))
+    assert 0 < abs(too_low - too_high) < 1e-15
     calibration = calibrate_bounds(
-        row(1.0, 1.2, 1.32, 1.25), row(1.0, 1.2, 1.0, 1.1), row(-1, 1.25, 0.625, 0.3), torch.ones(1, 4),
-        is_weight=row(1, 1, 1.2 / (0.625 * 1.32), 0), ref_is_weight=row(1, 1, 0.6 / 0.625, 0), search=search,
+        row(1, 1, 1.32), row(1, 1, 0.66), row(-1, below, 1), torch.ones(1, 3), search=search,
         ref_bounds=(0.8, reference),
     )  # fmt: skip
-    assert calibration.rho_ref == pytest.approx(2.1, rel=1e-14)
+    assert calibration.rho_ref == pytest.approx(below + 0.66, rel=1e-15)
+    assert calibration.upper_target == upper_target
+
+
+@pytest.mark.parametrize(("ref_ratio", "reference", "upper_target"), [(0.660001, 1.31, 1.36), (0.659999, 1.35, 1.3)])
+def test_a_millionth_nearer_is_no_tie(ref_ratio, reference, upper_target):
+    """As above, P_ref a millionth off the middle: the nearer rho wins over the nearer bound."""
+    search = ClipSearch(clip_upper_min=1.24, clip_upper_max=1.6, clip_grid_step=0.06)
+    calibration = calibrate_bounds(
+        row(1, 1, 1.32), row(1, 1, ref_ratio), row(-1, 0.3, 1), torch.ones(1, 3), search=search,
+        ref_bounds=(0.8, reference),
+    )  # fmt: skip
     assert calibration.upper_target == upper_target
 
 
@@ -490,7 +508,7 @@ def random_case(seed: int) -> Case:
     def chance(share: float) -> bool:
         return bool(uniform(0, 1) < share)
 
-    shape = (1, 1) if chance(0.03) else (integer(1, 6), integer(1, 12))
+    shape = (1, 1) if chance(0.03) else (integer(1, 8), integer(1, 12))
     bounds = (uniform(0.5, 0.95).item(), uniform(1.1, 2.1).item()) if chance(0.6) else (0.6, 1.8)
     ref_bounds = [(0.8, 1.24), (0.8, 1.28), (0.75, 1.25), (uniform(0.5, 0.95).item(), uniform(1.1, 2.1).item())]
     ref_bounds = ref_bounds[integer(0, 3)]
@@ -502,7 +520,7 @@ def random_case(seed: int) -> Case:
         if kind < 8:  # on the grid and on the bounds: every comparison is an equality somewhere
             search = ClipSearch()
             points = search.lower_points(bounds[0], ref_bounds[0]) + search.upper_points(bounds[1], ref_bounds[1])
-            points = torch.tensor([*points, *[1.0] * 40], dtype=torch.float64)
+            points = torch.tensor([*points, *bounds * 10, *ref_bounds * 10, *[1.0] * 40], dtype=torch.float64)
             return points[torch.randint(len(points), shape, generator=generator)]
         # all clipped, or none
         return uniform(0.3, 0.49, shape) if kind == 8 else uniform(0.96, 1.09, shape)
@@ -513,8 +531,8 @@ def random_case(seed: int) -> Case:
         advantages = torch.randn(shape, generator=generator)
     if chance(0.1):  # an empty side
         advantages = advantages.abs()
-    kind = integer(0, 2)
-    advantages = (advantages, advantages[:, :1], advantages[:, 0])[kind]
+    kind = integer(0, 3)
+    advantages = (advantages, advantages, advantages[:, :1], advantages[:, 0])[kind]
     weight = ref_weight = None
     if chance(0.6):
         sequence_level = chance(0.3)
@@ -696,7 +714,7 @@ def test_any_split_into_micro_batches_and_ranks_decides_the_same(oracles):
 
 
 def test_the_random_cases_reach_every_branch(oracles):
-    """Else the oracle proves nothing. Counts of 600 are beside the bounds."""
+    """Else the oracle proves nothing."""
     decided = [(case, oracle, result) for case, oracle, result in oracles if not result.degenerate]
     degenerate = [(oracle, result) for _, oracle, result in oracles if result.degenerate]
     reached = {
@@ -710,6 +728,7 @@ def test_the_random_cases_reach_every_branch(oracles):
         "sequence weights": sum(case.weight is not None and case.weight.shape[1] == 1 for case, _, _ in decided),
         "float32": sum(case.ratio.dtype == torch.float32 for case, _, _ in decided),
         "ratio on a bound": sum(any(r == case.bounds[0] for r, *_ in oracle.negative) for case, oracle, _ in decided),
+        "one token of each sign": sum(len(oracle.negative) == len(oracle.positive) == 1 for _, oracle, _ in decided),
         "no negative": sum(not oracle.negative for oracle, _ in degenerate),
         "no positive": sum(not oracle.positive for oracle, _ in degenerate),
         "nonfinite": sum(bool(oracle.num_nonfinite) for oracle, _ in degenerate),

@@ -5,18 +5,19 @@ import copy
 
 import pytest
 import torch
-from conftest import RECIPES, VOCABULARY, build_model
+from conftest import RECIPES, TORCHAO_RECIPES, VOCABULARY, build_model
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from trl_fp8.float8 import (
-    SwitchableFloat8Linear,
     convert_model,
     float8_config,
     high_precision,
-    resolve_emulation,
+    layer_factory,
 )
+from trl_fp8.kernels import resolve_emulation
+from trl_fp8.switchable import SwitchableLinear
 
 
 def autocast(enabled: bool):
@@ -36,7 +37,7 @@ def test_conversion_takes_every_linear_but_the_tied_output_embedding(tiny_model)
     report = convert_model(tiny_model, "rowwise")
     assert len(report.converted) == 14  # 2 layers x (q k v o, gate up down)
     assert report.kept == {"lm_head": "output embedding"}
-    assert all(isinstance(tiny_model.get_submodule(name), SwitchableFloat8Linear) for name in report.converted)
+    assert all(isinstance(tiny_model.get_submodule(name), SwitchableLinear) for name in report.converted)
     after = dict(tiny_model.named_parameters())
     assert list(after) == list(parameters)
     assert all(after[name] is parameters[name] for name in parameters)
@@ -162,7 +163,7 @@ def test_a_hooked_linear_is_refused_and_nothing_is_swapped(tiny_model, kind):
         register(lambda *_: None)
     with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.up_proj carries.*would lose"):
         convert_model(tiny_model, "rowwise")
-    assert not any(isinstance(module, SwitchableFloat8Linear) for module in tiny_model.modules())
+    assert not any(isinstance(module, SwitchableLinear) for module in tiny_model.modules())
 
 
 def test_training_mode_of_each_layer_survives(tiny_model):
@@ -176,7 +177,7 @@ def test_training_mode_of_each_layer_survives(tiny_model):
 # -- recipes and kernels
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", TORCHAO_RECIPES)
 @pytest.mark.parametrize("rounding", ["none", "power_of_2"])
 def test_emulation_keeps_the_recipe(recipe, rounding):
     from torchao.float8.config import Float8LinearConfig
@@ -191,19 +192,16 @@ def test_emulation_keeps_the_recipe(recipe, rounding):
 def test_power_of_two_rounding_changes_the_scales():
     torch.manual_seed(0)
     linear, x = nn.Linear(64, 32, bias=False), torch.randn(8, 64)
-    outputs = [
-        SwitchableFloat8Linear.from_float(linear, config=float8_config("rowwise", rounding, True))(x)
-        for rounding in ("none", "power_of_2")
-    ]
+    outputs = [layer_factory("rowwise", rounding, True)(linear)(x) for rounding in ("none", "power_of_2")]
     assert not torch.equal(*outputs)
     assert sqnr(*outputs) > 20  # measured 26.3 dB
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", TORCHAO_RECIPES)
 def test_forward_equals_the_hand_written_quantisation(recipe):
     torch.manual_seed(0)
     linear, x = nn.Linear(64, 32, bias=False), torch.randn(8, 64)
-    layer = SwitchableFloat8Linear.from_float(linear, config=float8_config(recipe, "none", True))
+    layer = layer_factory(recipe, "none", True)(linear)
 
     def quantised(values: torch.Tensor) -> torch.Tensor:
         amax = values.abs().max() if recipe == "tensorwise" else values.abs().amax(dim=1, keepdim=True)
@@ -218,7 +216,7 @@ def test_forward_equals_the_hand_written_quantisation(recipe):
 def test_layer_accuracy_in_db(recipe):
     torch.manual_seed(0)
     linear, x = nn.Linear(256, 256, bias=False), torch.randn(256, 256, requires_grad=True)
-    layer = SwitchableFloat8Linear.from_float(copy.deepcopy(linear), config=float8_config(recipe, "none", True))
+    layer = layer_factory(recipe, "none", True)(copy.deepcopy(linear))
     gradient = torch.randn(256, 256)
     reference = linear(x)
     ref_grads = torch.autograd.grad(reference, (x, linear.weight), gradient)
@@ -235,13 +233,11 @@ def test_layer_accuracy_in_db(recipe):
 def test_both_operands_are_quantised_from_the_autocast_dtype(recipe, bf16):
     torch.manual_seed(0)
     linear, x = nn.Linear(64, 32), torch.randn(8, 64)
-    layer = SwitchableFloat8Linear.from_float(linear, config=float8_config(recipe, "none", True))
+    layer = layer_factory(recipe, "none", True)(linear)
     with autocast(bf16):
         output = layer(x)
     if bf16:
-        rounded = SwitchableFloat8Linear.from_float(
-            copy.deepcopy(linear).to(torch.bfloat16), config=float8_config(recipe, "none", True)
-        )
+        rounded = layer_factory(recipe, "none", True)(copy.deepcopy(linear).to(torch.bfloat16))
         assert output.dtype == torch.bfloat16
         assert torch.equal(output, rounded(x.to(torch.bfloat16)))
     else:
@@ -252,7 +248,7 @@ def test_both_operands_are_quantised_from_the_autocast_dtype(recipe, bf16):
 @pytest.mark.parametrize("bf16", [False, True])
 def test_zero_rows_and_zero_weights_give_no_nan(recipe, bf16):
     linear = nn.Linear(64, 32)
-    layer = SwitchableFloat8Linear.from_float(linear, config=float8_config(recipe, "none", True))
+    layer = layer_factory(recipe, "none", True)(linear)
     x = torch.randn(4, 64)
     x[1:3] = 0
     x.requires_grad_()
@@ -338,7 +334,7 @@ def test_a_shadow_pass_between_forward_and_backward_changes_no_gradient(recipe, 
 
 def test_the_switch_restores_after_exceptions_and_when_nested(tiny_model):
     convert_model(tiny_model, "rowwise")
-    layers = [module for module in tiny_model.modules() if isinstance(module, SwitchableFloat8Linear)]
+    layers = [module for module in tiny_model.modules() if isinstance(module, SwitchableLinear)]
 
     def fail_inside():
         with high_precision(tiny_model):
@@ -370,6 +366,6 @@ def test_saved_weights_are_plain_and_load_without_this_package(recipe, tiny_mode
     convert_model(tiny_model, recipe)
     tiny_model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert not any(isinstance(module, SwitchableFloat8Linear) for module in loaded.modules())
+    assert not any(isinstance(module, SwitchableLinear) for module in loaded.modules())
     assert {type(p) for p in loaded.parameters()} == {nn.Parameter}
     assert all(torch.equal(loaded.state_dict()[name], value) for name, value in expected.items())

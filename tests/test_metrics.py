@@ -138,29 +138,62 @@ def test_amplification_is_the_quotient_of_the_logged_errors(prob, ratio, expecte
     assert window.flush().get("fp8/nmae_amplification") == expected
 
 
+# -- a recalibration -----------------------------------------------------------------------------------------------
+
+
+def recalibrate(advantages: tuple[float, float]) -> dict:
+    """FP8's ratios are 0.5, 1 and 1, 2 of two sequences, BF16's 0.75, 1 and 1, 1.125; the bounds are at the start."""
+    search, bounds, ref_bounds = ClipSearch(), (0.6, 1.8), (0.8, 1.24)
+    statistics = ClipStatistics(search.lower_points(0.6, 0.8), search.upper_points(1.8, 1.24))
+    ratio, ref_ratio = torch.tensor([[0.5, 1.0], [1.0, 2.0]]), torch.tensor([[0.75, 1.0], [1.0, 1.125]])
+    statistics.update(ratio, ref_ratio, torch.tensor(advantages), torch.ones(2, 2))
+    numbers = statistics.numbers()
+    return callbacks._metrics(numbers, solve(numbers, search, bounds, ref_bounds), bounds, ref_bounds)
+
+
+def test_a_recalibration_records_what_it_saw_and_decided():
+    # FP8 clips one of two negative tokens at every lower bound, as BF16 does: L* is the reference. P_ref = 4.25,
+    # N_ref = 1; P is 2 for every h up to 2, all equally far: H* is the reference
+    assert recalibrate((-1.0, 2.0)) == {
+        "calibration/alpha_low": (1, 2),
+        "calibration/alpha_high": (0, 2),
+        "calibration/rho_ref": (4.25, 1.0),
+        "calibration/rho": (2.0, 1.0),
+        "calibration/rho_after": (2.0, 1.0),
+        "calibration/saturated": 0.0,
+        "calibration/degenerate": 0.0,
+        "clip_bounds/lower_target": 0.8,
+        "clip_bounds/upper_target": 1.24,
+    }
+
+
+def test_a_degenerate_recalibration_records_no_target():
+    assert recalibrate((1.0, 2.0)) == {
+        "calibration/alpha_low": (0, 0),
+        "calibration/alpha_high": (0, 4),
+        "calibration/rho_ref": (6.0, 0.0),  # 1.75 + 4.25
+        "calibration/rho": (3.5, 0.0),  # 1.5 + 2
+        "calibration/saturated": 0.0,
+        "calibration/degenerate": 1.0,
+    }
+
+
 # -- the page ------------------------------------------------------------------------------------------------------
 
 
 def keys_of_the_functions() -> set[str]:
     """Keys of every diagnostic function on a small batch, of a recalibration that decides and of one that does not."""
     ratio, mask = torch.tensor([[0.5, 1.0], [1.0, 2.0]]), torch.ones(2, 2)
-    search, bounds, ref_bounds = ClipSearch(), (0.6, 1.8), (0.8, 1.24)
     negative, positive = diagnostics.signs(torch.tensor([-1.0, 1.0]), mask)
-    keys = {
-        *diagnostics.clip_shares(ratio, negative, positive, bounds, ref_bounds),
-        *diagnostics.over_clipping(ratio, ratio, negative, positive, ref_bounds),
+    return {
+        *diagnostics.clip_shares(ratio, negative, positive, (0.6, 1.8), (0.8, 1.24)),
+        *diagnostics.over_clipping(ratio, ratio, negative, positive, (0.8, 1.24)),
         *diagnostics.quantization_error(ratio, ratio, ratio, ratio, mask),
         *diagnostics.noise_floor(ratio, mask),
         *diagnostics.entropy_bins(ratio, mask),
+        *recalibrate((-1.0, 2.0)),
+        *recalibrate((1.0, 2.0)),
     }
-    for advantages, degenerate in ((torch.tensor([-1.0, 1.0]), False), (torch.tensor([1.0, 1.0]), True)):
-        statistics = ClipStatistics(search.lower_points(0.6, 0.8), search.upper_points(1.8, 1.24))
-        statistics.update(ratio, torch.ones(2, 2), advantages, mask)
-        numbers = statistics.numbers()
-        calibration = solve(numbers, search, bounds, ref_bounds)
-        assert calibration.degenerate is degenerate
-        keys |= callbacks._metrics(numbers, calibration, bounds, ref_bounds).keys()
-    return keys
 
 
 def keys_written_in_the_source() -> set[str]:

@@ -7,11 +7,12 @@ import torch
 from conftest import RECIPES, build_dataset, build_model, build_tokenizer, build_trainer, digits_reward
 from trl import GRPOConfig, GRPOTrainer
 
+import trl_fp8.kernels as kernels_module
 import trl_fp8.trainer as trainer_module
 from trl_fp8 import CalibratedClippingCallback, ClippingPolicy, FP8GRPOConfig, FP8GRPOTrainer
 from trl_fp8.clip_statistics import ClipStatistics
 from trl_fp8.clipping import ClipSearch, calibrate_bounds, importance_weight
-from trl_fp8.float8 import SwitchableFloat8Linear
+from trl_fp8.switchable import SwitchableLinear
 
 
 CALIBRATED = {"calibration_interval": 1, "max_steps": 4}
@@ -53,7 +54,7 @@ class ForwardCounter:
         score = GRPOTrainer._get_per_token_logps_and_entropies
 
         def spy(trainer, model, *args, **kwargs):
-            switched = [m.high_precision for m in trainer.model.modules() if isinstance(m, SwitchableFloat8Linear)]
+            switched = [m.high_precision for m in trainer.model.modules() if isinstance(m, SwitchableLinear)]
             assert all(switched) or not any(switched)
             if switched[0]:
                 self.high += 1
@@ -112,9 +113,9 @@ def test_every_calibrated_loss_type_trains(loss_type, tmp_path):
 def test_generation_runs_the_fp8_forward(tmp_path, monkeypatch):
     trainer = build_trainer(tmp_path, max_steps=1)
     calls = []
-    forward = SwitchableFloat8Linear.forward
+    forward = SwitchableLinear.forward
     monkeypatch.setattr(
-        SwitchableFloat8Linear, "forward", lambda m, x: calls.append((m.high_precision, x.shape[1])) or forward(m, x)
+        SwitchableLinear, "forward", lambda m, x: calls.append((m.high_precision, x.shape[1])) or forward(m, x)
     )
     trainer.train()
     one_token = [high for high, length in calls if length == 1]
@@ -580,7 +581,7 @@ def test_a_batch_no_function_scores_names_the_functions(tmp_path):
 
 
 def test_real_kernels_need_padding_and_bf16(tmp_path, monkeypatch):
-    monkeypatch.setattr(trainer_module, "resolve_emulation", lambda *a: False)
+    monkeypatch.setattr(kernels_module, "resolve_emulation", lambda *a: False)
     args = build_trainer(tmp_path).args
     assert args.pad_to_multiple_of == 16
     assert build_trainer(tmp_path, fp8_recipe="rowwise_with_gw_hp").args.pad_to_multiple_of is None
@@ -590,6 +591,9 @@ def test_real_kernels_need_padding_and_bf16(tmp_path, monkeypatch):
             build_trainer(tmp_path, pad_to_multiple_of=value)
     with pytest.raises(ValueError, match="bf16=False with fp8_recipe='rowwise'"):
         build_trainer(tmp_path, bf16=False)
+    assert build_trainer(tmp_path, fp8_recipe="blockwise").args.pad_to_multiple_of is None
+    with pytest.raises(ValueError, match="blockwise kernels compute FP32 scales only"):
+        build_trainer(tmp_path, fp8_recipe="blockwise", fp8_scale_rounding="power_of_2")
 
 
 def test_emulation_leaves_padding_alone(tmp_path):

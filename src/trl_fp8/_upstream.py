@@ -4,7 +4,11 @@ Each entry says why it is needed, the versions it was checked against, and what 
 holds the contract of every one.
 """
 
-from torch import nn
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 # torchao 0.18: `Float8Linear` and `matmul_with_hp_or_float8_args` are "not public API". Needed because the stock
 # forward never casts the weight and reads the GPU's autocast dtype on every device (float8_linear.py, `forward`).
@@ -13,6 +17,10 @@ from torchao.float8.config import Float8LinearConfig
 from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
 from torchao.float8.float8_linear_utils import swap_linear_layers
 
+# trl 1.16: the only way to run one pass without reentrant checkpointing, which warns where nothing needs a gradient.
+# Delete when TRL or transformers export it.
+from trl.models.utils import disable_gradient_checkpointing
+
 
 __all__ = [
     "HF_OVERRIDES",
@@ -20,6 +28,8 @@ __all__ = [
     "Float8Linear",
     "Float8LinearConfig",
     "adapter_modules",
+    "blockwise_matmul",
+    "disable_gradient_checkpointing",
     "matmul_with_hp_or_float8_args",
     "module_hooks",
     "swap_linear_layers",
@@ -49,6 +59,52 @@ TRL_OVERRIDES = {
 # constructor arguments when `restore_callback_states_from_checkpoint` is set, so the arguments of the old run would
 # win over those of the new one. Delete when HF restores into the callback that was passed.
 HF_OVERRIDES = {"_load_callback_state": ("self",)}
+
+
+@functools.cache
+def _blockwise_function() -> Any:
+    try:
+        from torchao.prototype.blockwise_fp8_training import kernels
+        from torchao.prototype.blockwise_fp8_training.linear import _run_blockwise_mm, fp8_blockwise_mm
+    except ImportError as error:
+        raise ImportError(
+            "fp8_recipe='blockwise' on FP8 kernels imports torchao.prototype.blockwise_fp8_training, which failed "
+            f"({error}). Install torchao 0.18 and triton, or set fp8_emulate=True."
+        ) from error
+
+    class BlockwiseMatmul(fp8_blockwise_mm):
+        @staticmethod
+        def backward(ctx, grad_output):
+            if ctx.needs_input_grad[1]:
+                return fp8_blockwise_mm.backward(ctx, grad_output)
+            grad, grad_scale = kernels.triton_fp8_blockwise_act_quant_lhs(grad_output.contiguous(), ctx.block_size)
+            blocks, blocks_scale = kernels.triton_fp8_blockwise_weight_quant_rhs(
+                ctx.saved_tensors[1], block_size=ctx.block_size
+            )
+            grad_x = _run_blockwise_mm(
+                use_triton=ctx.use_triton,
+                triton_kernel=kernels.triton_fp8_gemm_1x128_128x128,
+                mat_a=grad,
+                mat_b=blocks,
+                scale_a=grad_scale,
+                scale_recipe_a=kernels.BLOCKWISE_1X128_SCALING_TYPE,
+                scale_b=blocks_scale,
+                scale_recipe_b=kernels.BLOCKWISE_128X128_SCALING_TYPE,
+                out_dtype=ctx.out_dtype,
+            )
+            return grad_x, None, None, None, None
+
+    return BlockwiseMatmul
+
+
+def blockwise_matmul(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """x `(M, K)` times weight `(N, K)` transposed by torchao's blockwise training kernels, `(M, N)` in `dtype`.
+
+    torchao 0.18, `torchao.prototype.blockwise_fp8_training`: a prototype without promises, whose import needs Triton.
+    Its backward computes the gradient of a frozen weight as well, so that case is cut short with its own kernels.
+    Delete when torchao skips frozen weights.
+    """
+    return _blockwise_function().apply(x, weight, 128, dtype, False)
 
 
 def adapter_modules(model: nn.Module) -> set[int]:

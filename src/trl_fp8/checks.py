@@ -117,25 +117,6 @@ def _warn_vanishing_updates(model: nn.Module, learning_rate: float) -> None:
             return
 
 
-def check_kernel_dtype(args: FP8GRPOConfig) -> None:
-    """Rowwise FP8 kernels write BF16 only."""
-    if args.fp8_recipe != "tensorwise" and not args.bf16:
-        raise ValueError(
-            f"bf16={args.bf16} with fp8_recipe={args.fp8_recipe!r}: rowwise FP8 kernels write BF16 only. Set "
-            "bf16=True, fp8_recipe='tensorwise', or fp8_emulate=True."
-        )
-
-
-def check_padding(args: FP8GRPOConfig, multiple: int) -> None:
-    """The token count of a micro-batch is the reduced dimension of the FP8 weight gradient."""
-    if args.pad_to_multiple_of is None or args.pad_to_multiple_of % multiple:
-        raise ValueError(
-            f"pad_to_multiple_of={args.pad_to_multiple_of} lets a micro-batch have a token count the FP8 weight "
-            f"gradient kernel of fp8_recipe={args.fp8_recipe!r} cannot take (it needs a multiple of {multiple}). "
-            f"Leave it 'auto', set a multiple of {multiple}, or use fp8_recipe='rowwise_with_gw_hp'."
-        )
-
-
 def check_rewards(rewards: Tensor, names: list[str]) -> None:
     """Refuse a generation batch no reward function scored: every advantage would be 0.
 

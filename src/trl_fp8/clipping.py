@@ -11,9 +11,8 @@ Shapes: B sequences, T completion tokens. Symbols of the paper (arXiv 2609.22870
     N(c)   sum over A < 0 with r > c of w r |A|
     rho    P(H) / N(L), the positive-to-negative update ratio
 
-Everything calibration needs is additive over tokens, so a batch is reduced to histograms over sorted points
-([`ClipStatistics`]), which add up over micro-batches and ranks. The points include every bound SmoothUpdate could
-produce, so the decision ([`solve`]) is exact although smoothed bounds lie off the search grid.
+A batch is reduced to additive histograms over sorted points ([`ClipStatistics`]). The points include every bound
+SmoothUpdate could produce, so the decision ([`solve`]) is exact although smoothed bounds lie off the search grid.
 """
 
 import math
@@ -26,8 +25,8 @@ from torch import Tensor
 from .clip_statistics import ClipNumbers, ClipStatistics
 
 
-# Sums taken in another order (micro-batches, ranks) agree to about 1e-12 relative. Two candidates whose distances to
-# the target differ by less than this share of the target are a tie, so that a decision never hangs on rounding.
+# Sums taken in another order agree to about 1e-12. Candidates whose distances differ by less than this share of the
+# target are a tie, so that a decision never hangs on rounding.
 _TIE_TOLERANCE = 1e-9
 
 
@@ -38,15 +37,13 @@ def smooth_update(bound: float, target: float, max_change: float) -> float:
 
 @dataclass(frozen=True)
 class ClipSearch:
-    """Where bounds are searched and how fast they may move. All numbers are ratios (no unit).
+    """Where bounds are searched and how fast they may move; all are ratios.
 
     Args:
-        clip_lower_min, clip_lower_max: search interval of the lower bound.
-        clip_upper_min, clip_upper_max: search interval of the upper bound.
+        clip_lower_min, clip_lower_max, clip_upper_min, clip_upper_max: search intervals of the two bounds.
         clip_grid_step: distance of neighbouring candidates.
         clip_lower_max_change, clip_upper_max_change: SmoothUpdate limits per recalibration.
-        rebalance_with: which lower bound stage 2 balances against, the `"smoothed"` one that training will use or the
-            raw `"target"`. The paper does not say; `"smoothed"` is this project's reading.
+        rebalance_with: lower bound stage 2 balances against, `"smoothed"` (our reading) or the raw `"target"`.
 
     Raises:
         ValueError: an interval is empty or inverted, a step or a limit is not positive, or a number is not finite.
@@ -79,6 +76,11 @@ class ClipSearch:
                     f"clip_{side}_min={low} and clip_{side}_max={high} leave nothing to search. "
                     f"Set clip_{side}_min < clip_{side}_max."
                 )
+            if self.clip_grid_step > (high - low) * (1 + 1e-9):
+                raise ValueError(
+                    f"clip_grid_step={self.clip_grid_step} is wider than [{low}, {high}], which leaves one candidate. "
+                    f"Set it to at most clip_{side}_max - clip_{side}_min."
+                )
         if not (self.clip_lower_max < 1 < self.clip_upper_min):
             raise ValueError(
                 f"clip_lower_max={self.clip_lower_max} and clip_upper_min={self.clip_upper_min} do not enclose the "
@@ -97,9 +99,8 @@ class ClipSearch:
             low, high = getattr(self, f"clip_{side}_min"), getattr(self, f"clip_{side}_max")
             if not low <= value <= high:
                 raise ValueError(
-                    f"clip_{side}_init={value} lies outside its search interval [{low}, {high}], so the first "
-                    f"recalibration would jump. Choose a value inside, or widen the interval with clip_{side}_min and "
-                    f"clip_{side}_max."
+                    f"clip_{side}_init={value} lies outside its search interval [{low}, {high}], so calibration could "
+                    f"never choose it. Choose a value inside, or widen it with clip_{side}_min and clip_{side}_max."
                 )
 
     @property
@@ -218,7 +219,7 @@ def _nearest(grid: list[float], distance, reference: float, tolerance: float) ->
     distances = [distance(point) for point in grid]
     best = min(distances)
     tied = [point for point, d in zip(grid, distances, strict=True) if d - best <= tolerance]
-    # rounding: 0.8 - 0.78 and 0.82 - 0.8 are equally near, yet differ in their last bit
+    # rounding: 0.8 - 0.78 and 0.82 - 0.8 are equally near, yet differ in the last bit
     return min(tied, key=lambda point: (round(abs(point - reference), 10), point))
 
 
@@ -249,8 +250,7 @@ def calibrate_bounds(
         search: ranges, step and limits.
         rebalance_with: overrides `search.rebalance_with`.
 
-    Returns:
-        [`Calibration`]: the new bounds and how they came about. Source: arXiv 2609.22870, section 3.
+    Returns: [`Calibration`], the new bounds and how they came about. Source: arXiv 2609.22870, section 3.
     """
     if rebalance_with is not None:
         search = ClipSearch(**{**vars(search), "rebalance_with": rebalance_with})

@@ -7,6 +7,7 @@ which format (e4m3, F_max = 448; e5m2, F_max = 57344), and which matmuls stay in
     tensorwise           one scale per tensor; gradients in e5m2
     rowwise              one scale per row of the reduced dimension; e4m3 everywhere
     rowwise_with_gw_hp   rowwise output, grad_x with a tensorwise weight, grad_W in high precision
+    blockwise            one scale per 128 neighbours, per 128x128 block of a weight (`blockwise.py`)
 
 Parameters stay what they were (FP32 or BF16 masters, same names, same objects): the cast happens inside the forward.
 So one flag is enough to run the unconverted model on the same weights, see [`high_precision`].
@@ -16,13 +17,11 @@ Emulation casts to FP8 with the same scales and multiplies the dequantised value
 
 import dataclasses
 import fnmatch
-import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ._upstream import (
@@ -33,38 +32,21 @@ from ._upstream import (
     module_hooks,
     swap_linear_layers,
 )
+from .blockwise import BlockwiseConfig, BlockwiseLinear
+from .switchable import SwitchableLinear
 
 
-logger = logging.getLogger(__name__)
-
-RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
-# Recipes whose weight gradient is an FP8 matmul, whose reduced dimension is the number of tokens
-RECIPES_WITH_FP8_WEIGHT_GRADIENT = ("tensorwise", "rowwise")
-# cuBLAS and CUTLASS FP8 matmuls take feature (and reduced) dimensions that are multiples of this
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise")
+# FP8 matmuls take feature dimensions that are multiples of this
 FEATURE_MULTIPLE = 16
-# Tensorwise scaled matmuls start with Ada (8.9), rowwise ones with Hopper (9.0)
-_MIN_CAPABILITY = {"tensorwise": (8, 9), "rowwise": (9, 0), "rowwise_with_gw_hp": (9, 0)}
 _ROUTER_NAMES = ("gate", "router", "shared_expert_gate")
 
 
-class SwitchableFloat8Linear(Float8Linear):
-    """TorchAO's `Float8Linear` that casts weight and input as autocast would, and can be switched to `nn.Linear`.
+class SwitchableFloat8Linear(SwitchableLinear, Float8Linear):
+    """TorchAO's `Float8Linear`; its own forward quantises the FP32 master and reads one autocast dtype everywhere."""
 
-    Casting the weight as well keeps trainer and rollout on the same values: both quantise the BF16-rounded weight.
-    Stock `Float8Linear` quantises the FP32 master, and follows the GPU's autocast dtype on every device.
-    """
-
-    high_precision = False
-
-    def forward(self, input: Tensor) -> Tensor:
-        if self.high_precision:
-            return nn.Linear.forward(self, input)
-        weight = self.weight
-        if torch.is_autocast_enabled(input.device.type):
-            dtype = torch.get_autocast_dtype(input.device.type)
-            input, weight = input.to(dtype), weight.to(dtype)
-        output = matmul_with_hp_or_float8_args.apply(input, weight.t(), self.linear_mm_config, self.config)
-        return output if self.bias is None else output + self.bias.to(output.dtype)
+    def quantized_matmul(self, input: Tensor, weight: Tensor) -> Tensor:
+        return matmul_with_hp_or_float8_args.apply(input, weight.t(), self.linear_mm_config, self.config)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,27 +79,17 @@ class ConversionReport:
         return "\n".join(lines)
 
 
-def resolve_emulation(recipe: str, emulate: bool | None, device: torch.device) -> bool:
-    """Whether FP8 matmuls are emulated on `device`: `None` uses real kernels where the device has them.
+def layer_factory(recipe: str, scale_rounding: str, emulate: bool) -> Callable[[nn.Linear], nn.Linear]:
+    """What turns a linear layer into the FP8 layer of `recipe`, in the same training mode."""
 
-    Raises:
-        ValueError: real kernels were asked for (`emulate=False`) where there are none.
-    """
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    needed = _MIN_CAPABILITY[recipe]
-    available = capability is not None and capability >= needed
-    if available:
-        return bool(emulate)
-    have = f"compute capability {capability[0]}.{capability[1]}" if capability else f"a {device.type} device"
-    need = f"fp8_recipe={recipe!r} needs compute capability {needed[0]}.{needed[1]} or newer"
-    if emulate is False:
-        raise ValueError(
-            f"fp8_emulate=False cannot run on {have}: {need}. Leave fp8_emulate unset to emulate FP8 here (slow, same "
-            "numerics), or use a device that has FP8 kernels."
-        )
-    if emulate is None and device.type != "cpu":
-        logger.warning(f"FP8 matmuls are emulated, slower than BF16, on {have}: {need}.")
-    return True
+    def from_float(linear: nn.Linear) -> nn.Linear:
+        if recipe == "blockwise":
+            layer = BlockwiseLinear.from_float(linear, BlockwiseConfig(emulate, scale_rounding == "power_of_2"))
+        else:
+            layer = SwitchableFloat8Linear.from_float(linear, config=float8_config(recipe, scale_rounding, emulate))
+        return layer.train(linear.training)
+
+    return from_float
 
 
 def float8_config(recipe: str, scale_rounding: str, emulate: bool) -> Float8LinearConfig:
@@ -141,12 +113,12 @@ def convert_model(
 
     Args:
         model: a `PreTrainedModel` or a PEFT model around one, on one device, before anything hooks its linears.
-        recipe: `"tensorwise"`, `"rowwise"` or `"rowwise_with_gw_hp"`.
+        recipe: `"tensorwise"`, `"rowwise"`, `"rowwise_with_gw_hp"` or `"blockwise"`.
         exclude: patterns of layers to keep, matched with `fnmatch` against the full name or a dotted suffix of it
             (`lm_head` matches `model.lm_head`, not `lm_head2`). Output embeddings, routers, adapter layers and shapes
             FP8 kernels cannot take are always kept.
         scale_rounding: `"none"` or `"power_of_2"`.
-        emulate: see [`resolve_emulation`].
+        emulate: see [`~trl_fp8.kernels.resolve_emulation`].
 
     Returns:
         [`ConversionReport`]
@@ -161,7 +133,8 @@ def convert_model(
         )
     _refuse_unsafe(model)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    reasons = _kept_reasons(model, linears, exclude)
+    # A blockwise layer pads its operands itself
+    reasons = _kept_reasons(model, linears, exclude, multiple=1 if recipe == "blockwise" else FEATURE_MULTIPLE)
     converted = tuple(name for name in linears if name not in reasons)
     if not converted:
         found = Counter(reasons.values())
@@ -173,14 +146,7 @@ def convert_model(
     for name in converted:
         _refuse_hooked(name, linears[name])
 
-    config = float8_config(recipe, scale_rounding, emulate)
-    names = set(converted)
-
-    def from_float(linear: nn.Linear) -> nn.Linear:
-        float8_linear = SwitchableFloat8Linear.from_float(linear, config=config)
-        float8_linear.train(linear.training)
-        return float8_linear
-
+    names, from_float = set(converted), layer_factory(recipe, scale_rounding, emulate)
     swap_linear_layers(model, from_float, module_filter_fn=lambda module, name: name in names)
     return ConversionReport(
         recipe=recipe,
@@ -198,7 +164,7 @@ def high_precision(model: nn.Module) -> Iterator[None]:
     Under autocast the result is bit-equal to the unconverted model under autocast. The previous state comes back on
     exit, also after an exception and when nested. A model without FP8 linears is left alone.
     """
-    switched = [(m, m.high_precision) for m in model.modules() if isinstance(m, SwitchableFloat8Linear)]
+    switched = [(m, m.high_precision) for m in model.modules() if isinstance(m, SwitchableLinear)]
     try:
         for module, _ in switched:
             module.high_precision = True
@@ -209,7 +175,7 @@ def high_precision(model: nn.Module) -> Iterator[None]:
 
 
 def _refuse_unsafe(model: nn.Module) -> None:
-    already = [name for name, module in model.named_modules() if isinstance(module, Float8Linear)]
+    already = [name for name, module in model.named_modules() if isinstance(module, (Float8Linear, SwitchableLinear))]
     if already:
         raise ValueError(
             f"The model already has FP8 linear layers ({already[0]} and {len(already) - 1} more); converting twice "
@@ -238,7 +204,9 @@ def _matches(name: str, pattern: str) -> bool:
     return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"*.{pattern}")
 
 
-def _kept_reasons(model: nn.Module, linears: dict[str, nn.Linear], exclude: Sequence[str]) -> dict[str, str]:
+def _kept_reasons(
+    model: nn.Module, linears: dict[str, nn.Linear], exclude: Sequence[str], multiple: int
+) -> dict[str, str]:
     """Name of each linear that must not be converted, with the reason."""
     for pattern in exclude:
         if not any(_matches(name, pattern) for name in linears):
@@ -267,8 +235,8 @@ def _kept_reasons(model: nn.Module, linears: dict[str, nn.Linear], exclude: Sequ
             reasons[name] = "outside the language model"
         elif type(linear) is not nn.Linear:
             reasons[name] = f"{type(linear).__name__} is not a plain nn.Linear"
-        elif rows % FEATURE_MULTIPLE or columns % FEATURE_MULTIPLE:
-            reasons[name] = f"shape not divisible by {FEATURE_MULTIPLE}"
+        elif rows % multiple or columns % multiple:
+            reasons[name] = f"shape not divisible by {multiple}"
     return reasons
 
 

@@ -12,28 +12,19 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from trl import GRPOTrainer
-from trl.models.utils import disable_gradient_checkpointing
 
-from . import checks
+from . import checks, kernels
+from ._upstream import disable_gradient_checkpointing
 from .callbacks import CalibratedClippingCallback, ClippingPolicy
 from .clipping import ClipSearch, ClipStatistics, importance_weight
 from .config import FP8GRPOConfig
-from .float8 import (
-    RECIPES_WITH_FP8_WEIGHT_GRADIENT,
-    ConversionReport,
-    convert_model,
-    high_precision,
-    resolve_emulation,
-)
+from .float8 import ConversionReport, convert_model, high_precision
 from .measure import Capture, MicroBatch, measure
 from .metrics import Metric, MetricWindow
 from .report import startup_line
 
 
 logger = logging.getLogger(__name__)
-
-# Token count per micro-batch is the reduced dimension of the FP8 weight gradient
-TOKEN_MULTIPLE = 16
 
 
 class FP8GRPOTrainer(GRPOTrainer):
@@ -74,7 +65,7 @@ class FP8GRPOTrainer(GRPOTrainer):
         self._shadow_seconds = 0.0
         self.clip_statistics: ClipStatistics | None = None
         self.conversion_report: ConversionReport | None = None
-        args, emulated = self._resolve_kernels(args)
+        emulated = args.fp8_recipe != "none" and kernels.prepare(args)
 
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
         self._clip_bounds = args.reference_bounds
@@ -94,20 +85,6 @@ class FP8GRPOTrainer(GRPOTrainer):
         self._announce()
 
     # -- construction ------------------------------------------------------------------------------------------------
-
-    @staticmethod
-    def _resolve_kernels(args: FP8GRPOConfig) -> tuple[FP8GRPOConfig, bool]:
-        """Emulated or not, and the padding real kernels need."""
-        if args.fp8_recipe == "none":
-            return args, False
-        emulated = resolve_emulation(args.fp8_recipe, args.fp8_emulate, args.device)
-        if not emulated:
-            checks.check_kernel_dtype(args)
-            if args.fp8_recipe in RECIPES_WITH_FP8_WEIGHT_GRADIENT:
-                if args._pad_to_multiple_of_is_auto:
-                    args.pad_to_multiple_of = TOKEN_MULTIPLE
-                checks.check_padding(args, TOKEN_MULTIPLE)
-        return args, emulated
 
     def _add_policy(self) -> None:
         policies = self._policies()

@@ -1,0 +1,157 @@
+"""Blockwise FP8 linears: the paper's best recipe, in all three matmuls of a layer, e4m3 throughout.
+
+    output = x W^T     x in groups of 1x128 along its features,    W in blocks of 128x128
+    grad_x = g W       g in groups of 1x128 along its features,    W in the same blocks
+    grad_W = g^T x     both in groups of 128 tokens (the reduced dimension)
+
+Each group or block has a scale 448 / max|X|, rounded once to FP32 (`scale_rounding="none"`) or down to a power of two;
+products are accumulated in FP32. A dimension that 128 does not divide gets a smaller last block: padding with zeros
+changes no maximum and adds nothing to a sum, so kernels that want full blocks see padded operands and the result is
+the same.
+
+On SM90 and newer the matmuls are torchao's blockwise training kernels (`torchao.prototype.blockwise_fp8_training`);
+elsewhere the same quantisation in plain PyTorch, multiplied in FP32. torchao's own layer takes no bias, no frozen
+weight without its gradient's work, no other scale rule, and only multiples of 128.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from . import _upstream
+from .switchable import SwitchableLinear
+
+
+BLOCK = 128
+FORMAT = torch.float8_e4m3fn
+FORMAT_MAX = torch.finfo(FORMAT).max  # 448
+_SMALLEST_MAX = 1e-12  # as torchao: an all-zero block is scaled by a finite number and stays 0
+
+
+@dataclass(frozen=True)
+class BlockwiseConfig:
+    """How a blockwise layer multiplies: `emulate` in plain PyTorch, scales rounded down to a `power_of_2`."""
+
+    emulate: bool
+    power_of_2: bool = False
+
+
+def quantize_groups(x: Tensor, power_of_2: bool = False) -> tuple[Tensor, Tensor]:
+    """Cast to FP8 with one scale per 128 neighbours of a row.
+
+    Args:
+        x (`Tensor` of shape `(M, K)`): any floating dtype.
+        power_of_2: round the scales down to a power of two.
+
+    Returns:
+        `Tensor` of shape `(M, G, 128)`, e4m3, zero-padded, and `Tensor` of shape `(M, G, 1)`, FP32: what a value has
+        to be multiplied by to get back. G = ceil(K / 128).
+    """
+    rows, columns = x.shape
+    groups = F.pad(x, (0, -columns % BLOCK)).reshape(rows, -1, BLOCK)
+    return _quantize(groups, groups.abs().amax(dim=-1, keepdim=True), power_of_2)
+
+
+def quantize_blocks(weight: Tensor, power_of_2: bool = False) -> tuple[Tensor, Tensor]:
+    """Cast to FP8 with one scale per 128x128 block.
+
+    Args:
+        weight (`Tensor` of shape `(N, K)`): any floating dtype.
+        power_of_2: round the scales down to a power of two.
+
+    Returns:
+        `Tensor` of shape `(R, 128, C, 128)`, e4m3, zero-padded, and `Tensor` of shape `(R, 1, C, 1)`, FP32: what a
+        value has to be multiplied by to get back. R = ceil(N / 128), C = ceil(K / 128).
+    """
+    rows, columns = weight.shape
+    padded = F.pad(weight, (0, -columns % BLOCK, 0, -rows % BLOCK))
+    blocks = padded.reshape(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
+    return _quantize(blocks, blocks.abs().amax(dim=(1, 3), keepdim=True), power_of_2)
+
+
+def _quantize(x: Tensor, amax: Tensor, power_of_2: bool) -> tuple[Tensor, Tensor]:
+    # float64: one correctly rounded division, as torchao's kernels do it
+    scale = (FORMAT_MAX / amax.double().clamp(min=_SMALLEST_MAX)).float()
+    if power_of_2:
+        scale = torch.exp2(torch.floor(torch.log2(scale)))
+    quantized = (x * scale).clamp(-FORMAT_MAX, FORMAT_MAX).to(FORMAT)
+    return quantized, 1.0 / scale
+
+
+def dequantized_groups(x: Tensor, power_of_2: bool = False) -> Tensor:
+    """`x` `(M, K)` as FP8 in groups of 1x128 sees it, FP32."""
+    quantized, inverse = quantize_groups(x, power_of_2)
+    return (quantized.float() * inverse).view(x.shape[0], -1)[:, : x.shape[1]]
+
+
+def dequantized_blocks(weight: Tensor, power_of_2: bool = False) -> Tensor:
+    """`weight` `(N, K)` as FP8 in blocks of 128x128 sees it, FP32."""
+    quantized, inverse = quantize_blocks(weight, power_of_2)
+    rows, _, columns, _ = quantized.shape
+    return (quantized.float() * inverse).view(rows * BLOCK, columns * BLOCK)[: weight.shape[0], : weight.shape[1]]
+
+
+class _EmulatedMatmul(torch.autograd.Function):
+    """x `(M, K)`, weight `(N, K)` -> x W^T `(M, N)`, in the dtype of x."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, power_of_2: bool) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.power_of_2 = power_of_2
+        return (dequantized_groups(x, power_of_2) @ dequantized_blocks(weight, power_of_2).t()).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, *grad_outputs: Tensor):
+        (grad,) = grad_outputs
+        x, weight = ctx.saved_tensors
+        grad_x = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            blocks = dequantized_blocks(weight, ctx.power_of_2)
+            grad_x = (dequantized_groups(grad, ctx.power_of_2) @ blocks).to(x.dtype)
+        if ctx.needs_input_grad[1]:
+            tokens = dequantized_groups(grad.t(), ctx.power_of_2) @ dequantized_groups(x.t(), ctx.power_of_2).t()
+            grad_weight = tokens.to(weight.dtype)
+        return grad_x, grad_weight, None
+
+
+def _kernel_matmul(x: Tensor, weight: Tensor) -> Tensor:
+    """x `(M, K)`, weight `(N, K)` -> x W^T `(M, N)` by torchao kernels, which take multiples of 128. Not run here."""
+    tokens, rows = x.shape[0], weight.shape[0]
+    columns = -x.shape[1] % BLOCK
+    if columns or tokens % BLOCK:
+        x = F.pad(x, (0, columns, 0, -tokens % BLOCK))
+    if columns or rows % BLOCK:
+        weight = F.pad(weight, (0, columns, 0, -rows % BLOCK))
+    output = _upstream.blockwise_matmul(x.contiguous(), weight.contiguous(), x.dtype)
+    return output[:tokens, :rows]
+
+
+class BlockwiseLinear(SwitchableLinear):
+    """A linear layer whose three matmuls run in blockwise FP8."""
+
+    config: BlockwiseConfig
+
+    @classmethod
+    def from_float(cls, linear: nn.Linear, config: BlockwiseConfig) -> "BlockwiseLinear":
+        """The blockwise layer around the parameters of `linear`, which keep their identity."""
+        with torch.device("meta"):
+            layer = cls(linear.in_features, linear.out_features, bias=False)
+        layer.weight, layer.bias, layer.config = linear.weight, linear.bias, config
+        return layer
+
+    def quantized_matmul(self, input: Tensor, weight: Tensor) -> Tensor:
+        x = input.reshape(-1, input.shape[-1])
+        # Autocast would multiply the dequantised operands in BF16
+        with torch.autocast(x.device.type, enabled=False):
+            if x.shape[0] == 0:
+                output = x @ weight.t()  # no token: nothing to scale, and the gradients are zeros
+            elif self.config.emulate:
+                output = _EmulatedMatmul.apply(x, weight, self.config.power_of_2)
+            else:
+                output = _kernel_matmul(x, weight)
+        return output.reshape(*input.shape[:-1], weight.shape[0])
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, blockwise 1x{BLOCK}/{BLOCK}x{BLOCK}"

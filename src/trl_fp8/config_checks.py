@@ -1,0 +1,175 @@
+"""What a configuration must not say, found without a model, data or a device. The rest is in `checks.py`."""
+
+import math
+import os
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
+
+
+if TYPE_CHECKING:
+    from .config import FP8GRPOConfig
+
+# Names of vLLM 0.26 to 0.31 for quantising an unquantised checkpoint at load time
+VLLM_QUANTIZATIONS = (
+    "auto",
+    "none",
+    "fp8",
+    "fp8_per_tensor",
+    "fp8_per_channel",
+    "fp8_per_block",
+    "mxfp8",
+    "nvfp4_per_token",
+    "int8_per_channel_weight_only",
+    "torchao",
+    "compressed-tensors",
+)
+# Losses in which L bounds A < 0 tokens and H bounds A > 0 tokens
+CALIBRATED_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")
+IMPORTANCE_SAMPLING_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+# Fields whose Python None (YAML null) means the word "none"
+_NONE_FIELDS = ("fp8_recipe", "fp8_scale_rounding", "vllm_quantization")
+
+
+def check_values(args: "FP8GRPOConfig", own_fields: Iterable[str]) -> None:
+    """Values the parser lets through: Literal fields and numbers are not checked for Python callers or YAML."""
+    for name in _NONE_FIELDS:
+        value = getattr(args, name)
+        if value is None or (isinstance(value, str) and value.lower() in ("none", "null")):
+            setattr(args, name, "none")
+    if args.vllm_kv_cache_dtype is not None and str(args.vllm_kv_cache_dtype).lower() in ("none", "null"):
+        args.vllm_kv_cache_dtype = None
+    if isinstance(args.fp8_exclude_modules, str):
+        args.fp8_exclude_modules = [args.fp8_exclude_modules]
+    hints = get_type_hints(type(args))
+    for name in own_fields:
+        setattr(args, name, _checked(name, getattr(args, name), hints[name]))
+    if args.vllm_quantization not in VLLM_QUANTIZATIONS:
+        raise ValueError(_unknown("vllm_quantization", args.vllm_quantization, VLLM_QUANTIZATIONS))
+    if args.vllm_importance_sampling_mode not in IMPORTANCE_SAMPLING_MODES:
+        raise ValueError(
+            _unknown("vllm_importance_sampling_mode", args.vllm_importance_sampling_mode, IMPORTANCE_SAMPLING_MODES)
+        )
+    for name in ("epsilon", "epsilon_high"):
+        value = getattr(args, name)
+        if value is not None and not (math.isfinite(value) and value > 0):
+            raise ValueError(f"{name}={value} is no trust region: it clips every ratio or none. Set a number > 0.")
+    if args.epsilon >= 1 and args.use_calibrated_clipping:
+        raise ValueError(
+            f"epsilon={args.epsilon} puts the lower reference bound at {1 - args.epsilon}, where no ratio is ever "
+            "clipped and nothing can be calibrated. Set 0 < epsilon < 1, or use_calibrated_clipping=False."
+        )
+    if args.calibration_interval < 1:
+        raise ValueError(
+            f"calibration_interval={args.calibration_interval} never comes round. Set a number of generation "
+            "batches >= 1, or use_calibrated_clipping=False to keep the bounds fixed."
+        )
+    args.clip_search.check_start(args.clip_lower_init, args.clip_upper_init)
+    for name, flag, issue in (
+        ("fp8_compile", args.fp8_compile, "Leave it False"),
+        ("fp8_fsdp_all_gather", args.fp8_fsdp_all_gather, "Leave it False"),
+    ):
+        if flag:
+            raise ValueError(f"{name}={getattr(args, name)!r} is not built yet in this version. {issue}.")
+
+
+def check_accelerate_fp8(args: "FP8GRPOConfig") -> None:
+    # TRL's bf16=True beats this variable without a word, so the accelerator never shows what was asked for
+    if os.environ.get("ACCELERATE_MIXED_PRECISION", "").lower() == "fp8":
+        raise ValueError(
+            "accelerate's mixed_precision='fp8' (ACCELERATE_MIXED_PRECISION) would be overridden by TRL's "
+            "bf16=True, or convert the model a second time. Launch with mixed_precision 'bf16' or 'no' and choose "
+            f"the FP8 recipe here (fp8_recipe={args.fp8_recipe!r})."
+        )
+
+
+def check_rollout(args: "FP8GRPOConfig") -> None:
+    fp8 = args.fp8_recipe != "none"
+    if not args.use_vllm:
+        for name, value, off in (
+            ("vllm_quantization", args.vllm_quantization, ("auto", "none")),
+            ("vllm_kv_cache_dtype", args.vllm_kv_cache_dtype, (None,)),
+            ("vllm_engine_kwargs", args.vllm_engine_kwargs, (None,)),
+        ):
+            if value not in off:
+                raise ValueError(
+                    f"{name}={value!r} asks for something of the vLLM engine, but use_vllm=False starts none. Set "
+                    f"use_vllm=True, or leave {name} unset."
+                )
+    elif args.vllm_quantization != "none" and (fp8 or args.vllm_quantization != "auto"):
+        raise ValueError(
+            f"vllm_quantization={args.vllm_quantization!r} with use_vllm=True is not built yet in this version: "
+            "TRL's weight sync cannot re-quantise. Set vllm_quantization='none' for a BF16 rollout, or use_vllm="
+            "False to generate with the FP8 forward."
+        )
+    elif args.vllm_kv_cache_dtype is not None or args.vllm_engine_kwargs is not None:
+        raise ValueError(
+            f"vllm_kv_cache_dtype={args.vllm_kv_cache_dtype!r} and vllm_engine_kwargs={args.vllm_engine_kwargs!r} "
+            "are not built yet in this version. Leave them unset."
+        )
+    truncated = {"top_p": args.top_p < 1, "top_k": args.top_k > 0, "min_p": bool(args.min_p)}
+    if args.use_vllm and args.vllm_importance_sampling_correction and any(truncated.values()):
+        names = [name for name, on in truncated.items() if on]
+        raise ValueError(
+            f"{', '.join(f'{n}={getattr(args, n)}' for n in names)} truncates sampling, which multiplies every "
+            "importance weight by the kept mass (huggingface/trl#6789). Set top_p=1.0, top_k=0, min_p=None, or "
+            "vllm_importance_sampling_correction=False."
+        )
+    if fp8 or args.use_calibrated_clipping:
+        _check_stock_features(args)
+
+
+def _check_stock_features(args: "FP8GRPOConfig") -> None:
+    if args.use_liger_kernel:
+        raise ValueError(
+            "use_liger_kernel=True replaces forwards that call the linear layers, so neither FP8 nor the BF16 "
+            "reference could be vouched for. Set use_liger_kernel=False."
+        )
+    if args.use_transformers_continuous_batching:
+        raise ValueError(
+            "use_transformers_continuous_batching=True casts the FP32 master weights to BF16 in place (TRL 1.16), "
+            "which loses small updates. Set it to False, or use vLLM."
+        )
+
+
+def check_calibration(args: "FP8GRPOConfig") -> None:
+    if args.loss_type not in CALIBRATED_LOSS_TYPES:
+        raise ValueError(
+            f"loss_type={args.loss_type!r} does not read both clip bounds, so calibrating them changes nothing. "
+            f"Use one of {', '.join(CALIBRATED_LOSS_TYPES)}, or use_calibrated_clipping=False."
+        )
+    if args.importance_sampling_level != "token":
+        raise ValueError(
+            f"importance_sampling_level={args.importance_sampling_level!r} clips one ratio per sequence, and "
+            "calibration is built for token ratios. Use 'token', or use_calibrated_clipping=False."
+        )
+    if args.delta is not None and args.delta <= args.clip_upper_max:
+        raise ValueError(
+            f"delta={args.delta} lies inside the search interval of the upper bound (clip_upper_max="
+            f"{args.clip_upper_max}), so the bounds would cross. Set delta above clip_upper_max, or lower "
+            "clip_upper_max."
+        )
+
+
+def _checked(name: str, value: Any, hint: Any) -> Any:
+    """`value` of field `name` if it fits the type hint (an int is a float); `ValueError` otherwise."""
+    options = get_args(hint) if type(hint).__name__ in ("UnionType", "Union") else (hint,)
+    for option in options:
+        if get_origin(option) is Literal:
+            if value in get_args(option):
+                return value
+            raise ValueError(_unknown(name, value, get_args(option)))
+        if option is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+            if math.isfinite(value):
+                return float(value)
+            raise ValueError(f"{name}={value} is not finite, so nothing can be compared with it. Set a finite number.")
+        plain = get_origin(option) or option
+        if isinstance(value, plain) and not (isinstance(value, bool) and plain is not bool):
+            if isinstance(value, list) and not all(isinstance(item, str) for item in value):
+                break
+            return value
+    expected = " or ".join(getattr(option, "__name__", str(option)) for option in options)
+    raise ValueError(f"{name}={value!r} has the wrong type ({type(value).__name__}). Pass {expected}.")
+
+
+def _unknown(name: str, value: Any, known: tuple) -> str:
+    return f"{name}={value!r} is not one of the values it can take. Use one of: {', '.join(map(str, known))}."
