@@ -1,7 +1,6 @@
 """The mathematics of clip bounds: pure functions and records on tensors, no trainer, no logging.
 
 Shapes: B sequences, T completion tokens. Symbols of the paper (arXiv 2609.22870, and `docs/method.md`):
-
     r      importance ratio pi_theta / pi_old of a token, under the FP8 ("policy") or the BF16 ("reference") forward
     w      truncated importance weight min(pi_old / pi_sampler, C), 1 where the sampler is the policy itself
     A      advantage
@@ -10,7 +9,6 @@ Shapes: B sequences, T completion tokens. Symbols of the paper (arXiv 2609.22870
     P(h)   sum over A > 0 with r < h of w r A
     N(c)   sum over A < 0 with r > c of w r |A|
     rho    P(H) / N(L), the positive-to-negative update ratio
-
 A batch is reduced to additive histograms over sorted points ([`ClipStatistics`]). The points include every bound
 SmoothUpdate could produce, so the decision ([`solve`]) is exact although smoothed bounds lie off the search grid.
 """
