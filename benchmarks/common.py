@@ -12,6 +12,11 @@ from transformers import TrainerCallback
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
 
+import embedded_task  # noqa: E402
+
+
+__all__ = ["ROOT", "embedded_task", "interleave", "median_ratio", "versions"]
+
 
 def versions() -> str:
     """Versions and threads, for the head of a table."""

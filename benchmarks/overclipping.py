@@ -19,8 +19,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-import embedded_task
-from common import ROOT, versions  # puts examples/ on the path
+from common import ROOT, embedded_task, versions
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trl_fp8 import CalibratedClippingCallback, FP8GRPOConfig, FP8GRPOTrainer
@@ -174,7 +173,7 @@ def table(results: list[dict]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipes", nargs="+", default=["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+    parser.add_argument("--recipes", nargs="+", default=["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise"])
     parser.add_argument("--runs", nargs="+", default=["vanilla", "calibrated"], choices=["vanilla", "calibrated"])
     parser.add_argument("--scale_rounding", default="none", choices=["none", "power_of_2"])
     parser.add_argument("--batches", type=int, default=60, help="generation batches per run")

@@ -16,10 +16,7 @@ import statistics
 import tempfile
 import time
 
-
-from common import interleave, median_ratio, versions  # isort: skip - puts examples/ on the path
-
-import embedded_task
+from common import embedded_task, interleave, median_ratio, versions
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 

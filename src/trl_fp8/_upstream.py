@@ -28,6 +28,7 @@ __all__ = [
     "Float8Linear",
     "Float8LinearConfig",
     "adapter_modules",
+    "blockwise_kernels",
     "blockwise_matmul",
     "disable_gradient_checkpointing",
     "matmul_with_hp_or_float8_args",
@@ -61,16 +62,22 @@ TRL_OVERRIDES = {
 HF_OVERRIDES = {"_load_callback_state": ("self",)}
 
 
-@functools.cache
-def _blockwise_function() -> Any:
+def blockwise_kernels() -> Any:
+    """torchao 0.18's module of blockwise Triton kernels. A prototype without promises, whose import needs Triton."""
     try:
         from torchao.prototype.blockwise_fp8_training import kernels
-        from torchao.prototype.blockwise_fp8_training.linear import _run_blockwise_mm, fp8_blockwise_mm
     except ImportError as error:
         raise ImportError(
             "fp8_recipe='blockwise' on FP8 kernels imports torchao.prototype.blockwise_fp8_training, which failed "
             f"({error}). Install torchao 0.18 and triton, or set fp8_emulate=True."
         ) from error
+    return kernels
+
+
+@functools.cache
+def _blockwise_function() -> Any:
+    kernels = blockwise_kernels()
+    from torchao.prototype.blockwise_fp8_training.linear import _run_blockwise_mm, fp8_blockwise_mm
 
     class BlockwiseMatmul(fp8_blockwise_mm):
         @staticmethod
@@ -100,8 +107,8 @@ def _blockwise_function() -> Any:
 def blockwise_matmul(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """x `(M, K)` times weight `(N, K)` transposed by torchao's blockwise training kernels, `(M, N)` in `dtype`.
 
-    torchao 0.18, `torchao.prototype.blockwise_fp8_training`: a prototype without promises, whose import needs Triton.
-    Its backward computes the gradient of a frozen weight as well, so that case is cut short with its own kernels.
+    torchao 0.18, `torchao.prototype.blockwise_fp8_training`. Its backward computes the gradient of a frozen weight as
+    well, so that case is cut short with its own kernels.
     Delete when torchao skips frozen weights.
     """
     return _blockwise_function().apply(x, weight, 128, dtype, False)

@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Real FP8 kernels against the emulation on a Hopper (or newer) GPU, in at most 8 minutes, without a network.
+#
+#     scripts/gpu_check.sh [--wheels FOLDER] [--dry-run] [options of gpu_check.py]
+#
+# Needs Python >= 3.11 with a CUDA torch >= 2.11, transformers and accelerate. What else is missing (trl, torchao,
+# datasets and what they need) is installed from the wheels in FOLDER into a temporary folder, never into the machine.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=${PYTHON:-python3}
+arguments=()
+while [ $# -gt 0 ]; do
+  case "$1" in
+    --wheels)
+      [ -d "${2:-}" ] || { echo "--wheels ${2:-}: no such folder. Name the folder that holds the wheels." >&2; exit 2; }
+      site=$(mktemp -d)
+      trap 'rm -rf "$site"' EXIT
+      "$python" -m pip install -q --no-index --no-deps --no-compile --target "$site" "$2"/*.whl
+      export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}"
+      shift 2 ;;
+    *) arguments+=("$1"); shift ;;
+  esac
+done
+export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
+"$python" scripts/gpu_check.py ${arguments[@]+"${arguments[@]}"}
