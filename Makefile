@@ -27,6 +27,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PY) -m pip install -U pip
 	$(PY) -m pip install "$(TORCH)"
 	$(PY) -m pip install -c constraints.txt -e ".[dev,examples,peft,plots]"
+	@# A CPU torch brings no triton; the tests run torchao's kernels in its interpreter. A CUDA torch brings its own.
+	$(PY) -c 'import triton' 2>/dev/null || $(PY) -m pip install --no-deps triton==3.9.0
 	@touch $@
 
 # Our config file, because the user's own (~/.cache/huggingface/accelerate) may ask for anything. The thread count is

@@ -63,6 +63,11 @@ class TimedTrainer(FP8GRPOTrainer):
         return output
 
 
+def coin(completion_ids, **kwargs) -> list[float]:
+    """Rewards of both signs whatever the model says: completions of a forced length are never right."""
+    return [float(sum(ids) % 2) for ids in completion_ids]
+
+
 def build(cls, config, model_path, output_dir, steps, **settings):
     """A trainer on the embedded task, completions of a fixed length so that steps compare."""
     args = config(
@@ -86,7 +91,7 @@ def build(cls, config, model_path, output_dir, steps, **settings):
     train, _ = embedded_task.datasets()
     return cls(
         AutoModelForCausalLM.from_pretrained(model_path),
-        embedded_task.exact_answer_reward,
+        coin,
         args,
         train_dataset=train,
         processing_class=AutoTokenizer.from_pretrained(model_path),

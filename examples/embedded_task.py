@@ -105,13 +105,17 @@ def text_prompt(a: int, b: int) -> str:
 
 
 def chat_prompt(a: int, b: int) -> list[dict[str, str]]:
-    """The sum as a question to a model with a chat template."""
-    return [{"role": "user", "content": f"What is {a}+{b}? Answer with the number only."}]
+    """The sum as a question to a model with a chat template, after one example: small models ramble without it."""
+    return [
+        {"role": "user", "content": "What is 12 + 34?"},
+        {"role": "assistant", "content": "12 + 34 = 46"},
+        {"role": "user", "content": f"What is {a} + {b}?"},
+    ]
 
 
 def plain_prompt(a: int, b: int) -> str:
     """The sum as a text to continue, for a base model with a tokenizer of its own."""
-    return f"Question: What is {a}+{b}?\nAnswer:"
+    return f"Question: What is 12 + 34?\nAnswer: 12 + 34 = 46\nQuestion: What is {a} + {b}?\nAnswer:"
 
 
 def datasets(make_prompt: Callable[[int, int], Any] = text_prompt) -> tuple[Dataset, Dataset]:

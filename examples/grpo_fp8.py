@@ -69,16 +69,16 @@ EMBEDDED_DEFAULTS: dict[str, Any] = {
     "report_to": "none",
     "seed": 42,
 }
-# A named model on the embedded sums: a few steps that a laptop can do with some 100M parameters.
+# A named model on the embedded sums: a few steps, that a laptop can do with some 100M parameters in a few minutes.
 NAMED_MODEL_DEFAULTS: dict[str, Any] = {
     **EMBEDDED_DEFAULTS,
     "output_dir": "outputs/named_model",
-    "per_device_train_batch_size": 16,
-    "max_completion_length": 12,
+    "per_device_train_batch_size": 8,
+    "max_completion_length": 16,
     "learning_rate": 1e-6,
-    "max_steps": 16,
-    "calibration_interval": 2,
-    "save_steps": 16,
+    "max_steps": 8,  # two generation batches, each of them recalibrates
+    "calibration_interval": 1,
+    "save_steps": 8,
 }
 # These of TRL read a completion as a conversation
 CONVERSATIONAL_REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
@@ -151,7 +151,9 @@ class Task:
     train_dataset: Any
     eval_dataset: Any = None
     held_out: Any = None
-    """Sums to measure the reward on before and after; none in a run with a data set of its own."""
+    """Sums on which the embedded model's reward is measured before and after the run."""
+    is_embedded: bool = False
+    """Whether the prompts are the embedded sums, for the embedded model or another."""
 
 
 # -- arguments -------------------------------------------------------------------------------------------------------
@@ -210,25 +212,26 @@ def embedded_task(
     args: FP8GRPOConfig, script_args: FP8ScriptArguments, model_args: ModelConfig, say: Callable
 ) -> Task:
     """The embedded sums, for the embedded model or for the named one."""
-    model = model_args.model_name_or_path
-    if model is None:
+    named = model_args.model_name_or_path
+    if named is None:
         say("No model and no data set named: two-digit addition with a small embedded model.")
-        model, make_prompt, num_held_out = str(build_or_load(script_args.embedded_cache_dir, say)), text_prompt, None
+        model, make_prompt = str(build_or_load(script_args.embedded_cache_dir, say)), text_prompt
     else:
+        say(f"No data set named: two-digit addition, as questions to {named}.")
         tokenizer = AutoTokenizer.from_pretrained(
-            model, revision=model_args.model_revision, trust_remote_code=args.trust_remote_code
+            named, revision=model_args.model_revision, trust_remote_code=args.trust_remote_code
         )
-        make_prompt, num_held_out = (chat_prompt if tokenizer.chat_template else plain_prompt), 64
-        say(f"No data set named: two-digit addition, as questions to {model}.")
+        model, make_prompt = named, chat_prompt if tokenizer.chat_template else plain_prompt
     train, held_out = embedded_datasets(make_prompt)
-    held_out = held_out.select(range(num_held_out or len(held_out)))
     rewards = reward_functions(script_args, args, train.column_names) if script_args.reward_funcs else []
     return Task(
         model=model,
         reward_funcs=rewards or [exact_answer_reward],
         train_dataset=train,
         eval_dataset=held_out if args.eval_strategy != "no" else None,
-        held_out=held_out,
+        # For another model the few default steps change less than so many samples could show
+        held_out=held_out if named is None else None,
+        is_embedded=True,
     )
 
 
@@ -402,17 +405,14 @@ def main(
     )
 
     def measure() -> float | None:
-        # On every rank, because a sharded model needs all of them to generate
         if task.held_out is None:
             return None
-        samples = 4 if model_args.model_name_or_path is None else 1
+        # On every rank, because a sharded model needs all of them to generate
         with torch.autocast(args.device.type, dtype=torch.bfloat16, enabled=args.bf16):
-            return held_out_reward(
-                trainer.model, trainer.processing_class, task.held_out, args.max_completion_length, samples
-            )
+            return held_out_reward(trainer.model, trainer.processing_class, task.held_out, args.max_completion_length)
 
     before = measure()
-    if task.held_out is not None and not args.disable_tqdm:
+    if task.is_embedded and not args.disable_tqdm:
         trainer.remove_callback(ProgressCallback)
         trainer.add_callback(ShortProgress)
     # "True" is what a flag can say for transformers' True, the last checkpoint in output_dir

@@ -133,7 +133,7 @@ def test_the_default_run_recalibrates_at_least_ten_times():
         (["--gradient_accumulation_steps", "2"], {"steps_per_generation": 8}),
         (["--num_train_epochs", "2"], {"max_steps": -1}),
         (["--no_use_calibrated_clipping"], {"use_calibrated_clipping": False}),
-        (["--model_name_or_path", "some/model"], {"learning_rate": 1e-6, "max_steps": 16}),
+        (["--model_name_or_path", "some/model"], {"learning_rate": 1e-6, "max_steps": 8}),
         # A data set of one's own: nothing is filled in
         (["--model_name_or_path", "m", "--dataset_name", "d"], {"learning_rate": 1e-6, "max_steps": -1, "seed": 42}),
     ],

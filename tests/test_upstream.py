@@ -94,6 +94,28 @@ def test_stock_float8_linear_still_needs_our_forward():
         output.float().sum().backward()
 
 
+def test_torchao_blockwise_names():
+    pytest.importorskip("triton")
+    kernels = _upstream.blockwise_kernels()
+    for name, first in (
+        ("triton_fp8_blockwise_act_quant_lhs", "x"),
+        ("triton_fp8_blockwise_weight_quant_rhs", "x"),
+        ("triton_fp8_gemm_1x128_128x128", "a"),
+    ):
+        schema = getattr(torch.ops.torchao, name).default._schema
+        assert schema.arguments[0].name == first
+        assert hasattr(kernels, name)
+    assert hasattr(kernels, "BLOCKWISE_1X128_SCALING_TYPE")
+    assert hasattr(kernels, "BLOCKWISE_128X128_SCALING_TYPE")
+    function = _upstream._blockwise_function()
+    parent = function.__mro__[1]
+    assert list(inspect.signature(parent.forward).parameters) == [
+        *("ctx", "x", "weight", "block_size", "out_dtype", "use_triton"),
+    ]
+    for saved in ("block_size", "out_dtype", "use_triton", "save_for_backward(x, weight)"):
+        assert f"ctx.{saved}" in inspect.getsource(parent.forward)
+
+
 def test_peft_adapters_are_found():
     from peft import LoraConfig, get_peft_model
 
