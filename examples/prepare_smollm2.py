@@ -51,8 +51,8 @@ def convert(gguf: Path, output: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(
         gguf.parent, gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
     )
-    if getattr(model.config, "quantization_config", None) is not None:
-        del model.config.quantization_config  # the weights are plain now, and a trainer would refuse the old label
+    # The weights are plain now, and a trainer would refuse the old label
+    vars(model.config).pop("quantization_config", None)
     model.save_pretrained(output)
     tokenizer.save_pretrained(output)
 

@@ -27,12 +27,13 @@ def table(
     final_bounds: tuple[float, float],
     reward_before: float | None = None,
     reward_after: float | None = None,
+    policy: str = "FP8",
 ) -> str:
     """
     The closing table.
 
     Shares and ratios are means over the second half of the recalibrations, when the bounds have moved away from where
-    they began; without any, over the second half of the log.
+    they began; in a run with fixed bounds, over the second half of the log. `policy` names the precision trained in.
     """
     entries = [entry for entry in history if entry.get(FP8_SHARE) is not None]
     calibrated = recalibrations(history)
@@ -41,22 +42,31 @@ def table(
     rows: list[tuple[str, str]] = []
     if reward_before is not None and reward_after is not None:
         rows.append(("reward on held-out prompts, before -> after", f"{reward_before:.3f} -> {reward_after:.3f}"))
-    if entries:
-        first = (entries[0][LOWER], entries[0][UPPER])
+    in_force = [entry for entry in history if LOWER in entry]
+    if in_force:
+        first = (in_force[0][LOWER], in_force[0][UPPER])
         rows.append(("clip bounds [L, H], first -> last", f"{_interval(first)} -> {_interval(final_bounds)}"))
-    bf16, at_reference = mean(window, BF16_SHARE), mean(window, FP8_SHARE_AT_REFERENCE)
-    times_bf16 = f" ({at_reference / bf16:.1f}x)" if bf16 and at_reference else ""
-    lower = f"{reference_bounds[0]:.2f}"
+    clipped = "clipped A<0 tokens"
+    if calibrated:
+        bf16, at_reference = mean(window, BF16_SHARE), mean(window, FP8_SHARE_AT_REFERENCE)
+        times_bf16 = f" ({at_reference / bf16:.1f}x)" if bf16 and at_reference else ""
+        rows += [
+            (f"{clipped}: BF16 at {reference_bounds[0]:.2f}", _percent(bf16)),
+            (f"{clipped}: {policy} at {reference_bounds[0]:.2f}", _percent(at_reference) + times_bf16),
+        ]
     rows += [
-        (f"clipped share of A<0 tokens: BF16 at {lower}", _percent(bf16)),
-        (f"                             FP8 at {lower}", _percent(at_reference) + times_bf16),
-        ("                             FP8 at the bound in force", _percent(mean(window, FP8_SHARE))),
+        (f"{clipped}: {policy} at the L in force", _percent(mean(window, FP8_SHARE))),
         ("update ratio rho: BF16 at the reference bounds", _number(mean(window, RHO_REF))),
-        ("                  FP8 at the calibrated bounds", _number(mean(window, RHO_AFTER))),
+        (f"update ratio rho: {policy} at the calibrated bounds", _number(mean(window, RHO_AFTER))),
     ]
     rows = [(name, value) for name, value in rows if value]
-    width = max(len(name) for name, _ in rows) + 2 if rows else 0
-    title = f"{len(calibrated)} recalibrations; shares and ratios: mean over the last {len(window)}"
+    if calibrated:
+        title = f"{len(calibrated)} recalibrations; shares and ratios are means over the last {len(window)}"
+    elif not entries:
+        title = "No token with a negative advantage in the log: no group of completions had unequal rewards"
+    else:
+        title = f"Fixed bounds; shares are means over the last {len(window)} log entries"
+    width = max((len(name) for name, _ in rows), default=0) + 2
     lines = [title, *(f"{name:<{width}}{value}" for name, value in rows)]
     rule = "-" * max(len(line) for line in lines)
     return "\n".join([rule, lines[0], rule, *lines[1:], rule])
@@ -74,7 +84,9 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.3f}"
 
 
-def figure(history: list[dict[str, Any]], reference_bounds: tuple[float, float], path: Path) -> bool:
+def figure(
+    history: list[dict[str, Any]], reference_bounds: tuple[float, float], path: Path, policy: str = "FP8"
+) -> bool:
     """Draw bounds, clip shares and reward over the run into `path`; False where matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
@@ -96,9 +108,9 @@ def figure(history: list[dict[str, Any]], reference_bounds: tuple[float, float],
         bounds.axhline(reference, color=color, linestyle=":", linewidth=1, label=f"{name} of BF16")
     bounds.set_ylabel("clip bounds")
     steps, values = series(FP8_SHARE_AT_REFERENCE, entries)
-    shares.plot(steps, [100 * value for value in values], color="C1", label=f"FP8 at {reference_bounds[0]:.2f}")
+    shares.plot(steps, [100 * value for value in values], color="C1", label=f"{policy} at {reference_bounds[0]:.2f}")
     steps, values = series(FP8_SHARE, entries)
-    shares.plot(steps, [100 * value for value in values], color="C0", label="FP8 at L in force")
+    shares.plot(steps, [100 * value for value in values], color="C0", label=f"{policy} at L in force")
     steps, values = series(BF16_SHARE, calibrated)
     shares.plot(
         steps, [100 * value for value in values], "ko", markersize=4, label=f"BF16 at {reference_bounds[0]:.2f}"

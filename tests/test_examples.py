@@ -17,6 +17,7 @@ from trl_fp8 import FP8GRPOConfig
 EXAMPLES = Path(__file__).parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
+import data_and_rewards  # noqa: E402
 import embedded_task  # noqa: E402
 import grpo_fp8  # noqa: E402
 import run_report  # noqa: E402
@@ -164,7 +165,7 @@ def named_task(rows, tmp_path, *argv):
     script_args, args, model_args, mixture = parse(
         "--model_name_or_path", "m", "--dataset_name", str(path), "--output_dir", str(tmp_path / "run"), *argv
     )
-    return grpo_fp8.named_task(args, script_args, model_args, mixture)
+    return data_and_rewards.named_task(args, script_args, model_args, mixture)
 
 
 def names(task):
@@ -222,7 +223,7 @@ def test_mistakes_are_named(argv, message, tmp_path):
 def test_saved_data_sets_load(tmp_path):
     Dataset.from_dict({"prompt": ["a"], "x": ["b"]}).save_to_disk(tmp_path / "saved")
     script_args, *_ = parse("--model_name_or_path", "m", "--dataset_name", str(tmp_path / "saved"))
-    assert grpo_fp8.load(script_args)["train"].column_names == ["prompt", "x"]
+    assert data_and_rewards.load(script_args)["train"].column_names == ["prompt", "x"]
 
 
 # -- embedded task ---------------------------------------------------------------------------------------------------
@@ -352,13 +353,20 @@ def test_table_means_are_over_the_second_half_of_the_recalibrations():
     ]
 
 
-def test_table_of_a_run_without_calibration_leaves_rows_out():
+def test_table_of_a_run_with_fixed_bounds_leaves_rows_out():
     history = [{k: v for k, v in entry.items() if not k.startswith("calibration/")} for entry in HISTORY]
-    text = run_report.table(history, (0.8, 1.24), (0.8, 1.24))
-    assert "0 recalibrations" in text
-    assert "BF16" not in text
+    text = run_report.table(history, (0.8, 1.24), (0.8, 1.24), policy="BF16")
+    assert text.splitlines()[1] == "Fixed bounds; shares are means over the last 2 log entries"
+    assert "clipped A<0 tokens: BF16 at the L in force  1.00 %" in text
+    assert "FP8" not in text
     assert "reward" not in text
-    assert "FP8 at 0.80" in text
+
+
+def test_table_of_a_run_without_signal_says_so():
+    history = [{"step": 4, "reward": 0.0, "clip_bounds/lower": 0.6, "clip_bounds/upper": 1.8}]
+    lines = run_report.table(history, (0.8, 1.24), (0.6, 1.8)).splitlines()
+    assert lines[1].startswith("No token with a negative advantage")
+    assert lines[3].split("  ")[-1] == "[0.60, 1.80] -> [0.60, 1.80]"
     assert run_report.table([], (0.8, 1.24), (0.8, 1.24))  # a run too short for any log
 
 

@@ -152,6 +152,21 @@ def test_shadow_passes_are_one_plus_one_per_moved_micro_batch_and_no_extra_fp8_p
     assert counts[1].high == batches + moved_micro_batches
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_of_either_kind_decides_the_same(reentrant, tmp_path):
+    """Reentrant checkpointing warns in passes without gradients, and warnings are errors here."""
+    bounds = []
+    for settings in (
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}},
+        {"gradient_checkpointing": False},
+    ):
+        trainer = build_trainer(tmp_path / str(len(bounds)), learning_rate=5e-3, **CALIBRATED, **settings)
+        trainer.train()
+        bounds.append((trainer.clip_bounds, logged(trainer, "calibration/rho_after")))
+    assert bounds[0] == bounds[1]
+    assert bounds[0][0] != (0.6, 1.8)
+
+
 def test_only_every_interval_th_generation_batch_is_shadowed(tmp_path, monkeypatch):
     counter = ForwardCounter(monkeypatch)
     trainer = build_trainer(tmp_path, calibration_interval=2, max_steps=20)  # 5 generation batches
