@@ -35,6 +35,8 @@ RECIPES = [
     ("rowwise", "power_of_2"),
     ("rowwise_with_gw_hp", "none"),
     ("rowwise_with_gw_hp", "power_of_2"),
+    ("blockwise", "none"),
+    ("blockwise", "power_of_2"),
 ]
 TOPICS = (
     "a river, two trains, the moon, bread, a king, rain, a bridge, numbers, a dog, the sea, a clock, winter".split(
