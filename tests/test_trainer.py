@@ -346,7 +346,7 @@ class FakeVLLMGeneration:
 def fake_engine(monkeypatch):
     import trl.trainer.grpo_trainer as upstream
 
-    monkeypatch.setattr(upstream, "VLLMGeneration", FakeVLLMGeneration)
+    monkeypatch.setattr("trl_fp8.rollout.RolloutEngine", FakeVLLMGeneration)
     monkeypatch.setattr(upstream, "is_vllm_available", lambda *a, **k: True, raising=False)
 
 

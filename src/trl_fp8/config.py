@@ -7,6 +7,7 @@ from trl import GRPOConfig
 
 from . import config_checks
 from .clipping import ClipSearch
+from .pairing import resolve_quantization
 
 
 @dataclass
@@ -205,6 +206,11 @@ class FP8GRPOConfig(GRPOConfig):
     def clip_search(self) -> ClipSearch:
         """The search record of the `clip_*` fields."""
         return ClipSearch(**{f.name: getattr(self, f.name) for f in fields(ClipSearch)})
+
+    @property
+    def rollout_quantization(self) -> str:
+        """Quantisation of the vLLM engine, `"auto"` resolved; `"none"` without vLLM."""
+        return resolve_quantization(self.vllm_quantization, self.fp8_recipe) if self.use_vllm else "none"
 
     @property
     def micro_batches_per_generation(self) -> int:

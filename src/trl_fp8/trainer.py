@@ -1,10 +1,7 @@
 """`FP8GRPOTrainer`: TRL's GRPO trainer with FP8 linears and Calibrated Clipping. Every override adds to its parent."""
 
-import contextlib
 import logging
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, cast
 
@@ -13,15 +10,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from trl import GRPOTrainer
 
-from . import checks, kernels
-from ._upstream import disable_gradient_checkpointing
+from . import checks, kernels, rollout
 from .callbacks import CalibratedClippingCallback, ClippingPolicy
 from .clipping import ClipSearch, ClipStatistics, importance_weight
 from .config import FP8GRPOConfig
-from .float8 import ConversionReport, convert_model, high_precision
+from .float8 import ConversionReport, convert_model
 from .measure import Capture, MicroBatch, measure
 from .metrics import Metric, MetricWindow
 from .report import startup_line
+from .shadow import Stopwatch, shadow_pass
 
 
 logger = logging.getLogger(__name__)
@@ -62,14 +59,26 @@ class FP8GRPOTrainer(GRPOTrainer):
         self._collected: ClipStatistics | None = None
         self._collect_shadow = False
         self._generation_step = -1
-        self._shadow_seconds = 0.0
+        self._shadow_watch = Stopwatch()
         self.clip_statistics: ClipStatistics | None = None
         self.conversion_report: ConversionReport | None = None
-        emulated = args.fp8_recipe != "none" and kernels.prepare(args)
+        self._emulated = args.fp8_recipe != "none" and kernels.prepare(args)
+        self._prepared = False
 
-        super().__init__(model, reward_funcs, args, *positional, **kwargs)
+        # Errors of the model come before the engine, which takes long to start
+        with rollout.engine_context(args, before_start=self._prepare_model, record=self.record_metrics):
+            super().__init__(model, reward_funcs, args, *positional, **kwargs)
         self._clip_bounds = args.reference_bounds
+        self._prepare_model()
+        self._add_policy()
+        self._announce()
 
+    # -- construction ------------------------------------------------------------------------------------------------
+
+    def _prepare_model(self) -> None:
+        if self._prepared:
+            return
+        self._prepared, args = True, self.args
         checks.check_datasets(self)
         checks.check_model(self)
         if args.fp8_recipe != "none":
@@ -78,13 +87,9 @@ class FP8GRPOTrainer(GRPOTrainer):
                 args.fp8_recipe,
                 exclude=args.fp8_exclude_modules or (),
                 scale_rounding=args.fp8_scale_rounding,
-                emulate=emulated,
+                emulate=self._emulated,
             )
             self._window.record({"fp8/num_converted_modules": float(len(self.conversion_report.converted))})
-        self._add_policy()
-        self._announce()
-
-    # -- construction ------------------------------------------------------------------------------------------------
 
     def _add_policy(self) -> None:
         policies = self._policies()
@@ -180,7 +185,7 @@ class FP8GRPOTrainer(GRPOTrainer):
     def _generate_and_score_completions(self, inputs):
         if not self.model.training:
             return super()._generate_and_score_completions(inputs)
-        self._collected, self._collect_shadow, self._shadow_seconds = None, False, 0.0
+        self._collected, self._collect_shadow, self._shadow_watch = None, False, Stopwatch()
         for policy in self._policies():
             policy.on_generation_begin(self)
         self._generation_step = self.state.global_step
@@ -202,7 +207,8 @@ class FP8GRPOTrainer(GRPOTrainer):
             capture.entropies = None if result[1] is None else result[1].detach()
             if capture.shadow:
                 kwargs = {**kwargs, "compute_entropy": False, "compute_aux_loss": False}
-                with self._shadow_pass():
+                checkpointing = cast(Any, self.args.gradient_checkpointing_kwargs)
+                with shadow_pass(self.model, self.accelerator.device, checkpointing, self._shadow_watch):
                     shadow = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
                 capture.shadow_per_token_logps = shadow[0]
         return result
@@ -246,28 +252,6 @@ class FP8GRPOTrainer(GRPOTrainer):
             self._capture.masks.append(mask.detach())
         return mask
 
-    @contextmanager
-    def _shadow_pass(self) -> Iterator[None]:
-        """Forward passes inside are the unconverted model's, and leave gradients and RNG state alone."""
-        device = self.accelerator.device
-        on_accelerator = device.type != "cpu"
-        with contextlib.ExitStack() as stack:
-            checkpointing = cast(dict, self.args.gradient_checkpointing_kwargs or {})
-            if checkpointing.get("use_reentrant"):
-                # Reentrant checkpointing warns in a pass without gradients
-                stack.enter_context(disable_gradient_checkpointing(self.model, checkpointing))
-            stack.enter_context(torch.no_grad())
-            devices = [device] if on_accelerator else []
-            stack.enter_context(torch.random.fork_rng(devices, device_type=device.type))
-            stack.enter_context(high_precision(self.model))
-            if on_accelerator:
-                torch.accelerator.synchronize()
-            start = time.perf_counter()
-            yield
-            if on_accelerator:
-                torch.accelerator.synchronize()
-            self._shadow_seconds += time.perf_counter() - start
-
     @torch.no_grad()
     def _measure(self, inputs: dict[str, Any], capture: Capture, moved: bool) -> None:
         """Metrics and statistics of one micro-batch, from what the loss computed anyway (and the shadow pass)."""
@@ -293,7 +277,7 @@ class FP8GRPOTrainer(GRPOTrainer):
         if statistics is not None and statistics.flat is not None:
             statistics.flat = self._sum_over_ranks(statistics.flat)
             if self._collect_shadow:
-                self.record_metrics({"fp8/shadow_time": (self._shadow_seconds, 1.0)})
+                self.record_metrics({"fp8/shadow_time": (self._shadow_watch.seconds, 1.0)})
         self.clip_statistics = statistics
         for policy in self._policies():
             policy.on_generation_end(self)

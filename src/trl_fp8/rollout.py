@@ -1,0 +1,232 @@
+"""vLLM as the rollout engine: FP8 from the first token, and the trainer's weights in it before every rollout.
+
+TRL loads one parameter at a time into the running engine. A quantised engine has thrown its BF16 parameters away, so
+that raises, or leaves garbage where it does not (q, k and v live in one fused FP8 weight with its scales). vLLM's own
+way to new weights is one bracket around all of them: the layers become BF16 placeholders, each is quantised when its
+last parameter has arrived and is copied into the old storage, and the rest is finished at the end. Per sync:
+
+    names complete?  ->  wake up  ->  reload_weights(all parameters, one at a time)  ->  tied head, prefix cache
+
+The names are compared before anything is loaded, because a bracket that lacks k_proj fills it with uninitialised
+memory and says nothing. What fails inside leaves a half-loaded engine, which then refuses to generate.
+"""
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedModel
+
+from . import _upstream
+from .config import FP8GRPOConfig
+from .pairing import pair_warning
+
+
+logger = logging.getLogger(__name__)
+
+
+def engine_context(
+    args: FP8GRPOConfig, before_start: Callable[[], None], record: Callable[[Mapping[str, Any]], None]
+) -> contextlib.AbstractContextManager:
+    """Context in which TRL constructs our engine in place of its own.
+
+    Args:
+        args: of the run. Without vLLM, with a server, or with everything of ours off, TRL keeps its own engine.
+        before_start: called when the policy is loaded and the engine (5 to 40 s) is not started yet.
+        record: takes metrics, see [`~trl_fp8.metrics.MetricWindow`].
+    """
+    quantization, fp8 = args.rollout_quantization, args.fp8_recipe != "none"
+    ours = fp8 or quantization != "none" or args.vllm_kv_cache_dtype or args.vllm_engine_kwargs
+    if not args.use_vllm or args.vllm_mode != "colocate" or not ours:
+        return contextlib.nullcontext()
+    warning = pair_warning(args.fp8_recipe, args.fp8_scale_rounding, quantization)
+    if warning:
+        logger.warning(warning)
+    engine = partial(RolloutEngine, settings=args, before_start=before_start, record=record)
+    return _upstream.engine_in_place_of_trls(engine)
+
+
+class RolloutEngine(_upstream.VLLMGeneration):
+    """TRL's colocated vLLM with our quantisation, KV cache type and engine arguments, and a sync that re-quantises."""
+
+    def __init__(
+        self,
+        *args: Any,
+        settings: FP8GRPOConfig,
+        before_start: Callable[[], None],
+        record: Callable[[Mapping[str, Any]], None],
+        **kwargs: Any,
+    ):
+        self._settings, self._before_start, self._record = settings, before_start, record
+        self._source_names: set[str] | None = None  # of the trainer's parameters, at the first sync
+        self._stream_names: set[str] = set()  # of the tensors the engine gets
+        self._unusable: BaseException | None = None
+        super().__init__(*args, **kwargs)
+
+    # -- construction ------------------------------------------------------------------------------------------------
+
+    def _init_vllm(self) -> None:
+        check_source(self.model, self.trust_remote_code)
+        self._before_start()
+        with _upstream.llm_in_place_of_vllms(self._build) as self._llm_class:
+            super()._init_vllm()
+
+    def _build(self, **kwargs: Any) -> Any:
+        quantization, own = self._settings.rollout_quantization, {}
+        if quantization != "none":
+            if kwargs.get("quantization") is not None:
+                raise ValueError(
+                    f"vllm_quantization={quantization!r} with a policy in {kwargs['quantization']}: the engine can "
+                    "have one quantisation only. Load the policy unquantised, or set vllm_quantization='none'."
+                )
+            own["quantization"] = quantization
+        if self._settings.vllm_kv_cache_dtype is not None:
+            own["kv_cache_dtype"] = self._settings.vllm_kv_cache_dtype
+        return self._llm_class(**{**kwargs, **own, **(self._settings.vllm_engine_kwargs or {})})
+
+    # -- weights -----------------------------------------------------------------------------------------------------
+
+    def sync_weights(self) -> None:
+        """Load the trainer's weights into the engine and quantise them. TRL's own loop is what cannot be called here.
+
+        Raises:
+            ValueError: parameters have come or gone since the first sync; the engine is as it was.
+            RuntimeError: an earlier sync failed half-way.
+        """
+        self._refuse_unusable()
+        start = time.perf_counter()
+        self._check_names()
+        if self.enable_sleep_mode:
+            _upstream.empty_cache()
+            self.llm.wake_up(tags=["weights"])
+            self._llm_weights_sleeping = False
+        sent = {"bytes": 0}
+        try:
+            with torch.no_grad(), contextlib.closing(self._stream(sent)) as stream:
+                self.llm.collective_rpc(_upstream.reload_weights, args=(stream,))
+                if self.accelerator.device.type == "cpu":
+                    self.llm.apply_model(_upstream.repack_tied_heads)
+            self.llm.reset_prefix_cache()
+        except BaseException as error:
+            self._unusable = error
+            raise
+        self._record(
+            {
+                "rollout/sync_time": (time.perf_counter() - start, 1.0),
+                "rollout/sync_bytes": (float(sent["bytes"]), 1.0),
+            }
+        )
+
+    def generate(self, *args: Any, **kwargs: Any) -> tuple:
+        self._refuse_unusable()
+        return super().generate(*args, **kwargs)
+
+    def _refuse_unusable(self) -> None:
+        if self._unusable is not None:
+            raise RuntimeError(
+                f"A weight sync failed half-way ({type(self._unusable).__name__}: {self._unusable}), so some layers "
+                "of the engine hold new weights, some old ones and some none: what it generates is garbage. Repair "
+                "the cause and start the run again from its last checkpoint."
+            ) from self._unusable
+
+    def _check_names(self) -> None:
+        """Names are compared where they cost nothing: gathering every parameter for its name would double the sync."""
+        source = {name for name, _ in self.model.named_parameters()}
+        if self._source_names is None:
+            self._stream_names = {name for name, _ in self._walk()}
+            groups = self.llm.apply_model(lambda model: getattr(model, "packed_modules_mapping", None) or {})[0]
+            refuse_incomplete_groups(self._stream_names, groups)
+            self._source_names = source
+        elif source != self._source_names:
+            missing, extra = sorted(self._source_names - source), sorted(source - self._source_names)
+            raise ValueError(
+                f"The policy's parameters have changed since the first weight sync (missing: {missing[:3]}, new: "
+                f"{extra[:3]}), and a layer that gets half its parameters is filled with uninitialised memory. Change "
+                "the modules of the policy before the trainer is built."
+            )
+
+    @contextlib.contextmanager
+    def _unmerged(self) -> Iterator[bool]:
+        """Whether adapters have to be merged into copies here; sharded parameters are merged by TRL, in place."""
+        adapters = hasattr(self.model, "merge_adapter") and not self._dist.is_fsdp
+        with _upstream.without_merging(self.model) if adapters else contextlib.nullcontext():
+            yield adapters
+
+    def _walk(self) -> Iterator[tuple[str, Tensor]]:
+        with self._unmerged():
+            yield from self._iter_named_params()
+
+    def _stream(self, sent: dict[str, int]) -> Iterator[tuple[str, Tensor]]:
+        """The weights under vLLM's names, one at a time; adds up `sent["bytes"]`."""
+        seen = set()
+        with self._unmerged() as adapters:
+            merged = _upstream.merged_parameters(self.model) if adapters else (lambda data: None)
+            for name, parameter in self._iter_named_params():
+                if name not in self._stream_names:
+                    raise ValueError(
+                        f"The weight sync meets {name}, which the first one had not. Change the modules of the policy "
+                        "before the trainer is built."
+                    )
+                seen.add(name)
+                copy = merged(parameter)
+                # vLLM keeps a reference until the fused layer is complete, and ZeRO-3, FSDP and PEFT free or change
+                # the source when the next parameter is asked for
+                copy = parameter.detach().clone() if copy is None else copy
+                sent["bytes"] += copy.numel() * copy.element_size()
+                yield name, copy
+        if seen != self._stream_names:
+            raise ValueError(
+                f"The weight sync lacks {sorted(self._stream_names - seen)[:3]}, which the first one had. Change the "
+                "modules of the policy before the trainer is built."
+            )
+
+
+def check_source(model: PreTrainedModel, trust_remote_code: bool) -> None:
+    """Refuse a policy the engine cannot load by itself: it starts from the path the policy came from."""
+    path = model.name_or_path
+    advice = "Save policy and tokenizer with save_pretrained and pass the directory as model, or set use_vllm=False."
+    if not path:
+        raise ValueError(
+            f"use_vllm=True with a {type(model).__name__} that was built in memory: vLLM starts from a checkpoint, "
+            f"and this one has no path. {advice}"
+        )
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"use_vllm=True with a policy from {path!r}, which holds no configuration vLLM could start from: "
+            f"{error}. {advice}"
+        ) from error
+    saved, current = config.get_text_config(), model.config.get_text_config()
+    for name in ("vocab_size", "hidden_size", "num_hidden_layers", "tie_word_embeddings"):
+        values = getattr(saved, name, None), getattr(current, name, None)
+        if values[0] != values[1]:
+            raise ValueError(
+                f"use_vllm=True with a policy whose {name} is {values[1]}, while its checkpoint {path!r}, from which "
+                f"vLLM starts, says {values[0]}. {advice}"
+            )
+
+
+def refuse_incomplete_groups(names: set[str], groups: Mapping[str, list[str]]) -> None:
+    """Refuse weights that fill a fused layer of the engine in part.
+
+    Args:
+        names: of the tensors the engine will get.
+        groups: fused layer -> its parts, e.g. `{"qkv_proj": ["q_proj", "k_proj", "v_proj"]}`.
+    """
+    for fused, parts in groups.items():
+        for part in parts:
+            for name in names:
+                stem, found, _ = name.partition(f".{part}.weight")
+                absent = [other for other in parts if found and f"{stem}.{other}.weight" not in names]
+                if absent:
+                    raise ValueError(
+                        f"The policy has {name} and no {', '.join(absent)} beside it, but vLLM fuses {parts} into "
+                        f"{fused} and would fill the rest with uninitialised memory. Pass a policy whose parameters "
+                        "match the checkpoint the engine starts from."
+                    )
