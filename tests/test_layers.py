@@ -15,7 +15,7 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 300, 60
 
 # module -> modules of this package it may import, and distributions outside the standard library. The pure ones know
 # tensors only. `trainer` may import all
-PURE = {"clip_statistics", "clipping", "diagnostics", "metrics", "measure"}
+PURE = {"alarms", "clip_statistics", "clipping", "diagnostics", "metrics", "measure"}
 ALLOWED = {
     "__init__": ({"callbacks", "config", "trainer"}, set()),
     "_upstream": (set(), {"torch", "torchao", "trl", "transformers", "accelerate", "peft", "vllm"}),
@@ -23,6 +23,7 @@ ALLOWED = {
     "clipping": ({"clip_statistics"}, {"torch"}),
     "diagnostics": (set(), {"torch"}),
     "metrics": (set(), {"torch"}),
+    "alarms": (set(), set()),
     "measure": ({"clip_statistics", "clipping", "diagnostics", "metrics"}, {"torch"}),
     "switchable": (set(), {"torch"}),
     "blockwise": ({"_upstream", "switchable"}, {"torch"}),
@@ -31,7 +32,7 @@ ALLOWED = {
     "pairing": (set(), set()),
     "config": ({"clipping", "config_checks", "pairing"}, {"trl"}),
     "kernels": ({"config"}, {"torch"}),
-    "shadow": ({"_upstream", "float8"}, {"torch"}),
+    "shadow": ({"_upstream", "float8"}, {"torch", "transformers"}),
     "rollout": ({"_upstream", "config", "pairing"}, {"torch", "transformers", "vllm"}),
     "checks": ({"_upstream", "config"}, {"torch", "transformers"}),
     "callbacks": ({"clip_statistics", "clipping"}, {"transformers"}),

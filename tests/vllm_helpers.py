@@ -23,6 +23,11 @@ ENGINE_KWARGS = {
 _ALIVE = []
 
 
+def keep_alive(owner):
+    _ALIVE.append(owner)
+    return owner
+
+
 def build_policy(seed: int = 0, **overrides):
     """The tiny model with heads that vLLM's CPU attention takes, and weights large enough to tell models apart."""
     model = build_model(seed, head_dim=32, num_key_value_heads=2, **overrides)
@@ -64,8 +69,7 @@ def start_engine(model, output_dir, *, cls=RolloutEngine, records=None, before_s
         max_num_seqs=8,
         max_completion_length=4,
     )
-    _ALIVE.append(engine)
-    return engine
+    return keep_alive(engine)
 
 
 def score(llm) -> torch.Tensor:

@@ -197,7 +197,7 @@ def reload_weights(worker: Any, weights: Iterator[tuple[str, Tensor]]) -> None:
     `Worker.reload_weights` is what vLLM documents for `collective_rpc`; 0.26 does not enter the configuration that
     quantisation reads, later releases do. Delete the context with 0.26.
     """
-    from vllm.config import set_current_vllm_config
+    from vllm.config import set_current_vllm_config  # pyright: ignore[reportMissingImports] - an extra
 
     with set_current_vllm_config(worker.vllm_config):
         worker.reload_weights(weights_iterator=weights, is_checkpoint_format=True)
@@ -210,7 +210,9 @@ def repack_tied_heads(model: nn.Module) -> None:
     once, for the input embedding: the copy of the head stays stale. Harmless where nothing is packed. Delete when
     vLLM processes tied heads on reload.
     """
-    heads = [m for name, m in model.named_modules() if name.split(".")[-1] == "lm_head" and hasattr(m, "quant_method")]
+    heads: list[Any] = [
+        m for name, m in model.named_modules() if name.split(".")[-1] == "lm_head" and hasattr(m, "quant_method")
+    ]
     for head in heads:
         if any(getattr(other, "weight", None) is head.weight for other in model.modules() if other is not head):
             head.quant_method.process_weights_after_loading(head)

@@ -136,10 +136,12 @@ def _check_engine(args: "FP8GRPOConfig") -> None:
                 "which nobody compares with these. Set vllm_mode='colocate', or vllm_quantization='none'."
             )
         return
-    for name in args.vllm_engine_kwargs or {}:
+    kwargs = args.vllm_engine_kwargs or {}
+    assert isinstance(kwargs, dict)  # HF has parsed the JSON of the command line
+    for name, value in kwargs.items():
         if name in ENGINE_OWNERS:
             raise ValueError(
-                f"vllm_engine_kwargs={{{name!r}: {args.vllm_engine_kwargs[name]!r}}} sets what TRL sets already, and "
+                f"vllm_engine_kwargs={{{name!r}: {value!r}}} sets what TRL sets already, and "
                 f"only one can hold. {ENGINE_OWNERS[name]}."
             )
     if args.vllm_enable_sleep_mode and str(args.vllm_kv_cache_dtype).startswith("fp8"):

@@ -5,6 +5,9 @@ activations, and how a scale is rounded. Mismatches are means of |log pi_trainer
 in nats: SmolLM2-135M, 177 tokens, one seed, vLLM 0.31 on a CPU (`benchmarks/mismatch.py` measures your own model).
 """
 
+from typing import Any
+
+
 # recipe -> vLLM's name of the same granularity
 ROLLOUT_PAIRS = {
     "none": "none",
@@ -28,12 +31,35 @@ MISMATCH = {
     ("tensorwise", "fp8_per_channel"): 0.249,
     ("tensorwise", "fp8_per_tensor"): 0.195,
 }
+# The log of a product of T token ratios has a variance of about 2 k3 T. With the k3 = 0.004 that FP8 rollouts reach at
+# best (NeMo-RL's gate), its deviation passes ln 2, the limit of C = 2, at T = 60
+LONG_RESPONSE = 64
 _POWER_OF_2 = ", power-of-two scales"
 
 
 def resolve_quantization(vllm_quantization: str, recipe: str) -> str:
     """The engine's quantisation: `"auto"` is the pair of `recipe`."""
     return ROLLOUT_PAIRS[recipe] if vllm_quantization == "auto" else vllm_quantization
+
+
+def rollout_warnings(args: Any) -> list[str]:
+    """What a run with an FP8 rollout should be told once, from its `FP8GRPOConfig`."""
+    pair = pair_warning(args.fp8_recipe, args.fp8_scale_rounding, args.rollout_quantization)
+    warnings = [] if pair is None else [pair]
+    if args.rollout_quantization == "none":
+        return warnings
+    if not args.vllm_importance_sampling_correction:
+        warnings.append(
+            f"vllm_importance_sampling_correction=False with a rollout in {args.rollout_quantization!r}: the loss "
+            "takes the engine's samples for the trainer's, and accuracy falls (verl-project/verl#2809). Set it True."
+        )
+    elif args.vllm_importance_sampling_mode == "sequence_mask" and args.max_completion_length > LONG_RESPONSE:
+        warnings.append(
+            f"vllm_importance_sampling_mode='sequence_mask' with max_completion_length={args.max_completion_length}: "
+            "it masks a response by the product of its token ratios, whose spread grows with the length; beyond about "
+            f"{LONG_RESPONSE} tokens of FP8 most responses are masked (huggingface/trl#5814). Use 'token_truncate'."
+        )
+    return warnings
 
 
 def pair_warning(recipe: str, scale_rounding: str, quantization: str) -> str | None:

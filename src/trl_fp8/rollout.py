@@ -14,17 +14,17 @@ memory and says nothing. What fails inside leaves a half-loaded engine, which th
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig
 
 from . import _upstream
 from .config import FP8GRPOConfig
-from .pairing import pair_warning
+from .pairing import rollout_warnings
 
 
 logger = logging.getLogger(__name__)
@@ -44,8 +44,7 @@ def engine_context(
     ours = fp8 or quantization != "none" or args.vllm_kv_cache_dtype or args.vllm_engine_kwargs
     if not args.use_vllm or args.vllm_mode != "colocate" or not ours:
         return contextlib.nullcontext()
-    warning = pair_warning(args.fp8_recipe, args.fp8_scale_rounding, quantization)
-    if warning:
+    for warning in rollout_warnings(args):
         logger.warning(warning)
     engine = partial(RolloutEngine, settings=args, before_start=before_start, record=record)
     return _upstream.engine_in_place_of_trls(engine)
@@ -87,7 +86,7 @@ class RolloutEngine(_upstream.VLLMGeneration):
             own["quantization"] = quantization
         if self._settings.vllm_kv_cache_dtype is not None:
             own["kv_cache_dtype"] = self._settings.vllm_kv_cache_dtype
-        return self._llm_class(**{**kwargs, **own, **(self._settings.vllm_engine_kwargs or {})})
+        return self._llm_class(**{**kwargs, **own, **cast(dict, self._settings.vllm_engine_kwargs or {})})
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
@@ -161,7 +160,7 @@ class RolloutEngine(_upstream.VLLMGeneration):
         with self._unmerged():
             yield from self._iter_named_params()
 
-    def _stream(self, sent: dict[str, int]) -> Iterator[tuple[str, Tensor]]:
+    def _stream(self, sent: dict[str, int]) -> Generator[tuple[str, Tensor]]:
         """The weights under vLLM's names, one at a time; adds up `sent["bytes"]`."""
         seen = set()
         with self._unmerged() as adapters:
@@ -186,7 +185,7 @@ class RolloutEngine(_upstream.VLLMGeneration):
             )
 
 
-def check_source(model: PreTrainedModel, trust_remote_code: bool) -> None:
+def check_source(model: Any, trust_remote_code: bool) -> None:
     """Refuse a policy the engine cannot load by itself: it starts from the path the policy came from."""
     path = model.name_or_path
     advice = "Save policy and tokenizer with save_pretrained and pass the directory as model, or set use_vllm=False."

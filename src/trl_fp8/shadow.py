@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from transformers import PreTrainedModel
 
 from ._upstream import disable_gradient_checkpointing
 from .float8 import high_precision
@@ -21,7 +21,7 @@ class Stopwatch:
 
 @contextlib.contextmanager
 def shadow_pass(
-    model: nn.Module, device: torch.device, checkpointing: dict[str, Any] | None, watch: Stopwatch
+    model: PreTrainedModel, device: torch.device, checkpointing: dict[str, Any] | None, watch: Stopwatch
 ) -> Iterator[None]:
     """Forward passes of `model` inside are the unconverted model's, and leave gradients and RNG state alone.
 

@@ -11,11 +11,13 @@ from transformers import PreTrainedModel
 from trl import GRPOTrainer
 
 from . import checks, kernels, rollout
+from .alarms import mismatch_alarms
 from .callbacks import CalibratedClippingCallback, ClippingPolicy
 from .clipping import ClipSearch, ClipStatistics, importance_weight
 from .config import FP8GRPOConfig
+from .diagnostics import upper_tail
 from .float8 import ConversionReport, convert_model
-from .measure import Capture, MicroBatch, measure
+from .measure import Capture, MicroBatch, drop_unscored, measure, measure_rollout
 from .metrics import Metric, MetricWindow
 from .report import startup_line
 from .shadow import Stopwatch, shadow_pass
@@ -64,6 +66,7 @@ class FP8GRPOTrainer(GRPOTrainer):
         self.conversion_report: ConversionReport | None = None
         self._emulated = args.fp8_recipe != "none" and kernels.prepare(args)
         self._prepared = False
+        self._alarms_raised: set[str] = set()
 
         # Errors of the model come before the engine, which takes long to start
         with rollout.engine_context(args, before_start=self._prepare_model, record=self.record_metrics):
@@ -184,7 +187,7 @@ class FP8GRPOTrainer(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs):
         if not self.model.training:
-            return super()._generate_and_score_completions(inputs)
+            return self._finish_rollout(super()._generate_and_score_completions(inputs))
         self._collected, self._collect_shadow, self._shadow_watch = None, False, Stopwatch()
         for policy in self._policies():
             policy.on_generation_begin(self)
@@ -197,7 +200,7 @@ class FP8GRPOTrainer(GRPOTrainer):
         # Without old log-probs the first forward may have been the reference model's
         if capture.shadow_per_token_logps is not None and "old_per_token_logps" in output:
             output["shadow_old_per_token_logps"] = capture.shadow_per_token_logps
-        return output
+        return self._finish_rollout(output)
 
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
         result = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
@@ -243,6 +246,8 @@ class FP8GRPOTrainer(GRPOTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self.model.training:
             logs.update(self._window.flush())
+            for message in mismatch_alarms(logs, self._alarms_raised):
+                logger.warning(message)
         super().log(logs, start_time)
 
     # -- measuring ----------------------------------------------------------------------------------------------------
@@ -251,6 +256,17 @@ class FP8GRPOTrainer(GRPOTrainer):
         if self._capture is not None:
             self._capture.masks.append(mask.detach())
         return mask
+
+    @torch.no_grad()
+    def _finish_rollout(self, output: dict[str, Any]) -> dict[str, Any]:
+        weighted = "importance_sampling_ratio" in output
+        if weighted:
+            drop_unscored(output)
+        if self.model.training and {"old_per_token_logps", "sampling_per_token_logps"} <= output.keys():
+            metrics, ratios = measure_rollout(output, self.vllm_importance_sampling_mode if weighted else None)
+            ratios = self.accelerator.pad_across_processes(ratios, pad_index=cast(int, float("nan")))
+            self.record_metrics({**metrics, **upper_tail(cast(Tensor, self.accelerator.gather(ratios)))})
+        return output
 
     @torch.no_grad()
     def _measure(self, inputs: dict[str, Any], capture: Capture, moved: bool) -> None:
