@@ -35,6 +35,7 @@ from trl.trainer import grpo_trainer
 __all__ = [
     "HF_OVERRIDES",
     "TRL_OVERRIDES",
+    "VLLM_OVERRIDES",
     "Float8Linear",
     "Float8LinearConfig",
     "VLLMGeneration",
@@ -71,6 +72,15 @@ TRL_OVERRIDES = {
     "get_high_entropy_mask": ("self", "entropies", "mask", "threshold"),
     "training_step": ("self", "model", "inputs", "num_items_in_batch"),
     "log": ("self", "logs", "start_time"),
+}
+
+# trl 1.16: methods of `VLLMGeneration` that `RolloutEngine` overrides or iterates over, with their parameters. Delete
+# with `VLLMGeneration` above.
+VLLM_OVERRIDES = {
+    "_init_vllm": ("self",),
+    "sync_weights": ("self",),
+    "generate": ("self", "prompts", "images", "num_generations", "profiler"),
+    "_iter_named_params": ("self",),
 }
 
 # transformers 5.24: `Trainer._load_callback_state` replaces an exportable callback by one built from the checkpoint's
