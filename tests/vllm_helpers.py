@@ -86,3 +86,15 @@ def score(llm) -> torch.Tensor:
         for prompt, output in zip(PROMPTS, outputs, strict=True)
     ]
     return torch.tensor([logprob for row in rows for logprob in row])
+
+
+def fp8_per_tensor_on_cpu(monkeypatch) -> None:
+    """The one operator that vLLM 0.31's CPU build registers without a schema, in plain torch; the GEMM is vLLM's."""
+    import vllm._custom_ops
+
+    def scaled_fp8_quant(x, scale=None, *args, **kwargs):
+        assert scale is not None
+        assert scale.numel() == 1
+        return (x.float() / scale.float()).clamp(-448, 448).to(torch.float8_e4m3fn), scale
+
+    monkeypatch.setattr(vllm._custom_ops, "scaled_fp8_quant", scaled_fp8_quant)
