@@ -106,6 +106,9 @@ BAD_VALUES = [
     ({"use_vllm": True, "vllm_engine_kwargs": {"logprobs_mode": "raw_logprobs"}}, "need 'processed_logprobs'"),
     ({"use_vllm": True, "vllm_engine_kwargs": {"max_model_len": 64}}, "Use vllm_max_model_length"),
     ({"use_vllm": True, "vllm_engine_kwargs": {"quantization": "fp8"}}, "Use vllm_quantization"),
+    ({"use_vllm": True, "vllm_quantization": "compressed-tensors"}, "checkpoints quantised beforehand"),
+    ({"vllm_canary_interval": -1}, "vllm_canary_interval=-1"),
+    ({"vllm_canary_max_jump": 1.0}, "vllm_canary_max_jump=1.0"),
     (
         {"use_vllm": True, "vllm_kv_cache_dtype": "fp8", "vllm_enable_sleep_mode": True},
         "vllm_kv_cache_dtype='fp8' with vllm_enable_sleep_mode=True",

@@ -33,7 +33,12 @@ ALLOWED = {
     "config": ({"clipping", "config_checks", "pairing"}, {"trl"}),
     "kernels": ({"config"}, {"torch"}),
     "shadow": ({"_upstream", "float8"}, {"torch", "transformers"}),
-    "rollout": ({"_upstream", "config", "pairing"}, {"torch", "transformers", "vllm"}),
+    "parity": ({"float8"}, {"torch"}),
+    "canary": (set(), {"torch", "vllm"}),
+    "rollout": (
+        {"_upstream", "canary", "config", "float8", "pairing", "parity"},
+        {"torch", "transformers", "vllm"},
+    ),
     "checks": ({"_upstream", "config"}, {"torch", "transformers"}),
     "callbacks": ({"clip_statistics", "clipping"}, {"transformers"}),
     "report": ({"callbacks", "config", "float8"}, set()),

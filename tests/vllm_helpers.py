@@ -51,8 +51,9 @@ def save_policy(model, path, dtype=torch.bfloat16) -> str:
     return str(path)
 
 
-def start_engine(model, output_dir, *, cls=RolloutEngine, records=None, before_start=lambda: None, **settings):
-    """An engine on the checkpoint `model` came from, constructed as TRL does."""
+def start_engine(model, output_dir, *, cls=RolloutEngine, records=None, report=None, **settings):
+    """An engine on the checkpoint `model` came from, constructed as TRL does, without a canary unless asked for."""
+    settings = {"vllm_canary_interval": 0, **settings}
     kwargs = {**ENGINE_KWARGS, **settings.pop("vllm_engine_kwargs", {})}
     args = FP8GRPOConfig(
         str(output_dir), use_cpu=True, report_to=[], use_vllm=True, vllm_engine_kwargs=kwargs, **settings
@@ -62,7 +63,7 @@ def start_engine(model, output_dir, *, cls=RolloutEngine, records=None, before_s
         Accelerator(cpu=True),
         build_tokenizer(),
         settings=args,
-        before_start=before_start,
+        before_start=lambda: report,
         record=[].append if records is None else records.append,
         gpu_memory_utilization=0.1,
         max_model_length=64,

@@ -80,6 +80,11 @@ def check_values(args: "FP8GRPOConfig", own_fields: Iterable[str]) -> None:
             f"calibration_interval={args.calibration_interval} never comes round. Set a number of generation "
             "batches >= 1, or use_calibrated_clipping=False to keep the bounds fixed."
         )
+    if args.vllm_canary_interval < 0 or args.vllm_canary_max_jump <= 1:
+        raise ValueError(
+            f"vllm_canary_interval={args.vllm_canary_interval} and vllm_canary_max_jump={args.vllm_canary_max_jump} "
+            "would compare never or stop at the first sync. Set an interval >= 0 (0: off) and a jump > 1."
+        )
     args.clip_search.check_start(args.clip_lower_init, args.clip_upper_init)
     for name, flag, issue in (
         ("fp8_compile", args.fp8_compile, "Leave it False"),
@@ -136,6 +141,11 @@ def _check_engine(args: "FP8GRPOConfig") -> None:
                 "which nobody compares with these. Set vllm_mode='colocate', or vllm_quantization='none'."
             )
         return
+    if args.rollout_quantization == "compressed-tensors":
+        raise ValueError(
+            "vllm_quantization='compressed-tensors' is the format of checkpoints quantised beforehand, and the engine "
+            "starts from the policy's own, which is not. Use 'fp8_per_channel', which quantises while it loads."
+        )
     kwargs = args.vllm_engine_kwargs or {}
     assert isinstance(kwargs, dict)  # HF has parsed the JSON of the command line
     for name, value in kwargs.items():

@@ -5,7 +5,7 @@ that raises, or leaves garbage where it does not (q, k and v live in one fused F
 way to new weights is one bracket around all of them: the layers become BF16 placeholders, each is quantised when its
 last parameter has arrived and is copied into the old storage, and the rest is finished at the end. Per sync:
 
-    names complete?  ->  wake up  ->  reload_weights(all parameters, one at a time)  ->  tied head, prefix cache
+    names complete?  ->  wake up  ->  reload_weights(all parameters, one at a time)  ->  tied head, caches, canary
 
 The names are compared before anything is loaded, because a bracket that lacks k_proj fills it with uninitialised
 memory and says nothing. What fails inside leaves a half-loaded engine, which then refuses to generate.
@@ -19,25 +19,30 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig
 
-from . import _upstream
+from . import _upstream, parity
+from .canary import Canary
 from .config import FP8GRPOConfig
+from .float8 import ConversionReport
 from .pairing import rollout_warnings
+from .parity import engine_layers, ignored_by_engine
 
 
 logger = logging.getLogger(__name__)
 
 
 def engine_context(
-    args: FP8GRPOConfig, before_start: Callable[[], None], record: Callable[[Mapping[str, Any]], None]
+    args: FP8GRPOConfig,
+    before_start: Callable[[], ConversionReport | None],
+    record: Callable[[Mapping[str, Any]], None],
 ) -> contextlib.AbstractContextManager:
     """Context in which TRL constructs our engine in place of its own.
 
     Args:
         args: of the run. Without vLLM, with a server, or with everything of ours off, TRL keeps its own engine.
-        before_start: called when the policy is loaded and the engine (5 to 40 s) is not started yet.
+        before_start: called when the policy is loaded and the engine (5 to 40 s) is not started yet; converts it.
         record: takes metrics, see [`~trl_fp8.metrics.MetricWindow`].
     """
     quantization, fp8 = args.rollout_quantization, args.fp8_recipe != "none"
@@ -57,7 +62,7 @@ class RolloutEngine(_upstream.VLLMGeneration):
         self,
         *args: Any,
         settings: FP8GRPOConfig,
-        before_start: Callable[[], None],
+        before_start: Callable[[], ConversionReport | None],
         record: Callable[[Mapping[str, Any]], None],
         **kwargs: Any,
     ):
@@ -70,23 +75,50 @@ class RolloutEngine(_upstream.VLLMGeneration):
     # -- construction ------------------------------------------------------------------------------------------------
 
     def _init_vllm(self) -> None:
+        settings = self._settings
         check_source(self.model, self.trust_remote_code)
-        self._before_start()
+        self._report = self._before_start()
+        self._ignored = [] if settings.rollout_quantization == "none" else ignored_by_engine(self._report)
         with _upstream.llm_in_place_of_vllms(self._build) as self._llm_class:
             super()._init_vllm()
+        self._fused = self.llm.apply_model(lambda model: getattr(model, "packed_modules_mapping", None) or {})[0]
+        layers = self.llm.apply_model(engine_layers)[0]
+        self.parity = parity.compare(self._report, settings.fp8_scale_rounding, layers, self._fused)
+        asked_for = "quantization_config" in (settings.vllm_engine_kwargs or {})
+        recipe = "none" if self._report is None else self._report.recipe
+        told = parity.check(self.parity, recipe, settings.rollout_quantization, asked_for)
+        if told:
+            logger.warning(told)
+        if self.accelerator.is_main_process:
+            print(self.parity)  # noqa: T201 - beside the report of the conversion
+        tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
+        interval = settings.vllm_canary_interval
+        if self.enable_sleep_mode and interval:
+            logger.warning(
+                "The canary after a weight sync is off: with vllm_enable_sleep_mode the cache still sleeps."
+            )
+            interval = 0
+        max_length = self.llm.llm_engine.model_config.max_model_len
+        self.canary = Canary(tokenizer, interval, settings.vllm_canary_max_jump, max_length)
 
     def _build(self, **kwargs: Any) -> Any:
         quantization, own = self._settings.rollout_quantization, {}
+        extra = dict(cast(dict, self._settings.vllm_engine_kwargs or {}))
         if quantization != "none":
             if kwargs.get("quantization") is not None:
                 raise ValueError(
                     f"vllm_quantization={quantization!r} with a policy in {kwargs['quantization']}: the engine can "
                     "have one quantisation only. Load the policy unquantised, or set vllm_quantization='none'."
                 )
-            own["quantization"] = quantization
+            # One method under two names, of which only the second takes names to ignore
+            own["quantization"] = "fp8_per_tensor" if quantization == "fp8" and self._ignored else quantization
+            if self._ignored:
+                chosen = dict(extra.get("quantization_config") or {})
+                chosen["ignore"] = [*chosen.get("ignore", []), *self._ignored]
+                extra["quantization_config"] = chosen
         if self._settings.vllm_kv_cache_dtype is not None:
             own["kv_cache_dtype"] = self._settings.vllm_kv_cache_dtype
-        return self._llm_class(**{**kwargs, **own, **cast(dict, self._settings.vllm_engine_kwargs or {})})
+        return self._llm_class(**{**kwargs, **own, **extra})
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
@@ -110,7 +142,10 @@ class RolloutEngine(_upstream.VLLMGeneration):
                 self.llm.collective_rpc(_upstream.reload_weights, args=(stream,))
                 if self.accelerator.device.type == "cpu":
                     self.llm.apply_model(_upstream.repack_tied_heads)
+                if self._settings.vllm_kv_cache_dtype is not None:
+                    self.llm.apply_model(check_cache_scales)
             self.llm.reset_prefix_cache()
+            canary = self.canary.check(self.model, self.llm, self.accelerator)
         except BaseException as error:
             self._unusable = error
             raise
@@ -118,6 +153,7 @@ class RolloutEngine(_upstream.VLLMGeneration):
             {
                 "rollout/sync_time": (time.perf_counter() - start, 1.0),
                 "rollout/sync_bytes": (float(sent["bytes"]), 1.0),
+                **canary,
             }
         )
 
@@ -138,8 +174,7 @@ class RolloutEngine(_upstream.VLLMGeneration):
         source = {name for name, _ in self.model.named_parameters()}
         if self._source_names is None:
             self._stream_names = {name for name, _ in self._walk()}
-            groups = self.llm.apply_model(lambda model: getattr(model, "packed_modules_mapping", None) or {})[0]
-            refuse_incomplete_groups(self._stream_names, groups)
+            refuse_incomplete_groups(self._stream_names, self._fused)
             self._source_names = source
         elif source != self._source_names:
             missing, extra = sorted(self._source_names - source), sorted(source - self._source_names)
@@ -209,6 +244,18 @@ def check_source(model: Any, trust_remote_code: bool) -> None:
                 f"use_vllm=True with a policy whose {name} is {values[1]}, while its checkpoint {path!r}, from which "
                 f"vLLM starts, says {values[0]}. {advice}"
             )
+
+
+def check_cache_scales(model: nn.Module) -> None:
+    """Refuse scales of a quantised KV cache that would turn it to nothing: a reload has zeroed them (vllm#57163)."""
+    for name, module in model.named_modules():
+        for kind in ("_k_scale", "_v_scale"):
+            scale = getattr(module, kind, None)
+            if isinstance(scale, Tensor) and not bool((torch.isfinite(scale) & (scale > 0)).all()):
+                raise RuntimeError(
+                    f"The KV cache scale {name}.{kind} is {scale.flatten()[:4].tolist()} after a weight sync, so keys "
+                    "and values would be lost. Set vllm_kv_cache_dtype=None, or use a vLLM that keeps its scales."
+                )
 
 
 def refuse_incomplete_groups(names: set[str], groups: Mapping[str, list[str]]) -> None:

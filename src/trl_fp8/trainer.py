@@ -78,9 +78,9 @@ class FP8GRPOTrainer(GRPOTrainer):
 
     # -- construction ------------------------------------------------------------------------------------------------
 
-    def _prepare_model(self) -> None:
+    def _prepare_model(self) -> ConversionReport | None:
         if self._prepared:
-            return
+            return self.conversion_report
         self._prepared, args = True, self.args
         checks.check_datasets(self)
         checks.check_model(self)
@@ -93,6 +93,7 @@ class FP8GRPOTrainer(GRPOTrainer):
                 emulate=self._emulated,
             )
             self._window.record({"fp8/num_converted_modules": float(len(self.conversion_report.converted))})
+        return self.conversion_report
 
     def _add_policy(self) -> None:
         policies = self._policies()
@@ -259,9 +260,7 @@ class FP8GRPOTrainer(GRPOTrainer):
 
     @torch.no_grad()
     def _finish_rollout(self, output: dict[str, Any]) -> dict[str, Any]:
-        weighted = "importance_sampling_ratio" in output
-        if weighted:
-            drop_unscored(output)
+        weighted = drop_unscored(output)
         if self.model.training and {"old_per_token_logps", "sampling_per_token_logps"} <= output.keys():
             metrics, ratios = measure_rollout(output, self.vllm_importance_sampling_mode if weighted else None)
             ratios = self.accelerator.pad_across_processes(ratios, pad_index=cast(int, float("nan")))
