@@ -12,6 +12,8 @@ from transformers import TrainerCallback
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
 
+import embedded_task  # noqa: E402, F401 - after the path it is on; benchmarks take it from here
+
 
 def versions() -> str:
     """Versions and threads, for the head of a table."""

@@ -19,8 +19,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-import embedded_task
-from common import ROOT, versions  # puts examples/ on the path
+from common import ROOT, embedded_task, versions
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trl_fp8 import CalibratedClippingCallback, FP8GRPOConfig, FP8GRPOTrainer

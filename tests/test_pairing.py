@@ -2,9 +2,17 @@
 
 import pytest
 
+from trl_fp8 import FP8GRPOConfig
 from trl_fp8.config_checks import VLLM_QUANTIZATIONS
 from trl_fp8.float8 import RECIPES
-from trl_fp8.pairing import MISMATCH, ROLLOUT_PAIRS, pair_warning, resolve_quantization
+from trl_fp8.pairing import (
+    LONG_RESPONSE,
+    MISMATCH,
+    ROLLOUT_PAIRS,
+    pair_warning,
+    resolve_quantization,
+    rollout_warnings,
+)
 
 
 def test_every_recipe_has_a_pair_that_the_config_accepts():
@@ -49,3 +57,31 @@ def test_an_unequal_pair_names_its_reason_and_its_measured_mismatch(recipe, roun
     assert reason in warning
     assert f"log-probs: {measured}" in warning
     assert str(MISMATCH["rowwise", "fp8_per_channel"]) in warning
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, []),
+        ({"vllm_importance_sampling_correction": False}, ["correction=False with a rollout in 'fp8_per_channel'"]),
+        ({"vllm_importance_sampling_mode": "sequence_mask", "max_completion_length": LONG_RESPONSE}, []),
+        (
+            {"vllm_importance_sampling_mode": "sequence_mask", "max_completion_length": LONG_RESPONSE + 1},
+            ["'sequence_mask' with max_completion_length=65"],
+        ),
+        ({"vllm_importance_sampling_mode": "sequence_truncate", "max_completion_length": 4096}, []),
+        ({"bf16": False}, ["the trainer computes in FP32"]),
+        ({"vllm_quantization": "none", "vllm_importance_sampling_correction": False}, ["the engine does not"]),
+        ({"fp8_recipe": "none", "vllm_importance_sampling_correction": False}, []),
+        (
+            {"fp8_recipe": "none", "vllm_quantization": "fp8", "vllm_importance_sampling_correction": False},
+            ["the trainer does not", "correction=False"],
+        ),
+    ],
+)
+def test_what_a_run_is_told(tmp_path, settings, expected):
+    args = FP8GRPOConfig(str(tmp_path), use_cpu=True, report_to=[], **{"use_vllm": True, "bf16": True, **settings})
+    warnings = rollout_warnings(args)
+    assert len(warnings) == len(expected)
+    for warning, part in zip(warnings, expected, strict=True):
+        assert part in warning

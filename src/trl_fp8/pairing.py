@@ -48,6 +48,11 @@ def rollout_warnings(args: Any) -> list[str]:
     warnings = [] if pair is None else [pair]
     if args.rollout_quantization == "none":
         return warnings
+    if not args.bf16 and not args.fp16:
+        warnings.append(
+            f"bf16=False and fp16=False with a rollout in {args.rollout_quantization!r}: the trainer computes in FP32 "
+            "and vLLM's FP8 layers in BF16, so the two quantise different numbers. Set bf16=True."
+        )
     if not args.vllm_importance_sampling_correction:
         warnings.append(
             f"vllm_importance_sampling_correction=False with a rollout in {args.rollout_quantization!r}: the loss "

@@ -116,6 +116,9 @@ class RolloutEngine(_upstream.VLLMGeneration):
                 chosen = dict(extra.get("quantization_config") or {})
                 chosen["ignore"] = [*chosen.get("ignore", []), *self._ignored]
                 extra["quantization_config"] = chosen
+        # vLLM follows the checkpoint, which may be FP16 or FP32; the trainer quantises what autocast makes of it
+        if self._settings.bf16 or self._settings.fp16:
+            own["dtype"] = "bfloat16" if self._settings.bf16 else "float16"
         if self._settings.vllm_kv_cache_dtype is not None:
             own["kv_cache_dtype"] = self._settings.vllm_kv_cache_dtype
         return self._llm_class(**{**kwargs, **own, **extra})
