@@ -199,3 +199,14 @@ def test_adapters_train_in_front_of_an_fp8_engine(tmp_path):
     after = dict(trainer.model.named_parameters())
     assert all(torch.equal(after[name], value) for name, value in base.items())
     assert logged(trainer, "mismatch/ess")[0] > 0.9
+
+
+def test_after_a_resume_the_engine_has_the_checkpoints_weights(tmp_path):
+    settings = {"learning_rate": 1e-2, "save_strategy": "steps", "save_steps": 4, "calibration_interval": 1}
+    build_vllm_trainer(tmp_path, max_steps=4, **settings).train()
+    again = build_vllm_trainer(tmp_path, max_steps=8, **settings)
+    untrained = score(again.vllm_generation.llm)
+    again.train(resume_from_checkpoint=True)
+    assert (score(again.vllm_generation.llm) - untrained).abs().mean() > 0.3
+    assert logged(again, "mismatch/k3_kl")[-1] < 0.02
+    assert logged(again, "rollout/canary")[-1] < 0.1

@@ -259,6 +259,7 @@ def merged_parameters(model: nn.Module) -> Callable[[Tensor], Tensor | None]:
         for parameter in layer.get_base_layer().parameters(recurse=False)
         if parameter.numel()
     }
+    assert layers, "no base weight of an adapter is at hand"
 
     def merged(data: Tensor) -> Tensor | None:
         parameter, layer = layers.get(data.data_ptr(), (None, None))

@@ -202,15 +202,17 @@ class RolloutEngine(_upstream.VLLMGeneration):
         """The weights under vLLM's names, one at a time; adds up `sent["bytes"]`."""
         seen = set()
         with self._unmerged() as adapters:
-            merged = _upstream.merged_parameters(self.model) if adapters else (lambda data: None)
+            merged = None
             for name, parameter in self._iter_named_params():
+                if adapters and merged is None:  # ZeRO-3 has gathered every parameter now, and none before
+                    merged = _upstream.merged_parameters(self.model)
                 if name not in self._stream_names:
                     raise ValueError(
                         f"The weight sync meets {name}, which the first one had not. Change the modules of the policy "
                         "before the trainer is built."
                     )
                 seen.add(name)
-                copy = merged(parameter)
+                copy = None if merged is None else merged(parameter)
                 # vLLM keeps a reference until the fused layer is complete, and ZeRO-3, FSDP and PEFT free or change
                 # the source when the next parameter is asked for
                 copy = parameter.detach().clone() if copy is None else copy
