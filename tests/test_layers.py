@@ -15,7 +15,7 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 300, 60
 
 # module -> modules of this package it may import, and distributions outside the standard library. The pure ones know
 # tensors only. `trainer` may import all
-PURE = {"clip_statistics", "clipping", "diagnostics", "metrics", "measure"}
+PURE = {"alarms", "clip_statistics", "clipping", "diagnostics", "metrics", "measure"}
 ALLOWED = {
     "__init__": ({"callbacks", "config", "trainer"}, set()),
     "_upstream": (set(), {"torch", "torchao", "trl", "transformers", "accelerate", "peft", "vllm"}),
@@ -23,14 +23,22 @@ ALLOWED = {
     "clipping": ({"clip_statistics"}, {"torch"}),
     "diagnostics": (set(), {"torch"}),
     "metrics": (set(), {"torch"}),
+    "alarms": (set(), set()),
     "measure": ({"clip_statistics", "clipping", "diagnostics", "metrics"}, {"torch"}),
     "switchable": (set(), {"torch"}),
     "blockwise": ({"_upstream", "switchable"}, {"torch"}),
     "float8": ({"_upstream", "blockwise", "switchable"}, {"torch"}),
     "config_checks": (set(), set()),
-    "config": ({"clipping", "config_checks"}, {"trl"}),
+    "pairing": (set(), set()),
+    "config": ({"clipping", "config_checks", "pairing"}, {"trl"}),
     "kernels": ({"config"}, {"torch"}),
-    "rollout": ({"_upstream", "config"}, {"torch", "trl", "vllm"}),
+    "shadow": ({"_upstream", "float8"}, {"torch", "transformers"}),
+    "parity": ({"float8"}, {"torch"}),
+    "canary": (set(), {"torch", "vllm"}),
+    "rollout": (
+        {"_upstream", "canary", "config", "float8", "pairing", "parity"},
+        {"torch", "transformers", "vllm"},
+    ),
     "checks": ({"_upstream", "config"}, {"torch", "transformers"}),
     "callbacks": ({"clip_statistics", "clipping"}, {"transformers"}),
     "report": ({"callbacks", "config", "float8"}, set()),

@@ -138,6 +138,15 @@ def test_amplification_is_the_quotient_of_the_logged_errors(prob, ratio, expecte
     assert window.flush().get("fp8/nmae_amplification") == expected
 
 
+def test_the_effective_sample_size_comes_from_the_logged_moments():
+    window = MetricWindow()
+    # w = 1, 3 and 0.5, 0.5 in two batches: mean 1.25, mean square 2.625
+    window.record({"mismatch/ratio_raw_mean": (4.0, 2), "mismatch/chi2_token": (8.0, 2)})
+    window.record({"mismatch/ratio_raw_mean": (1.0, 2), "mismatch/chi2_token": (-1.5, 2)})
+    window.reduce(two_equal_ranks)
+    assert window.flush()["mismatch/ess"] == 1.25**2 / 2.625
+
+
 # -- a recalibration -----------------------------------------------------------------------------------------------
 
 
@@ -191,6 +200,8 @@ def keys_of_the_functions() -> set[str]:
         *diagnostics.quantization_error(ratio, ratio, ratio, ratio, mask),
         *diagnostics.noise_floor(ratio, mask),
         *diagnostics.entropy_bins(ratio, mask),
+        *diagnostics.mismatch(ratio, ratio, mask, mask.bool()),
+        *diagnostics.upper_tail(ratio),
         *recalibrate((-1.0, 2.0)),
         *recalibrate((1.0, 2.0)),
     }
@@ -209,6 +220,11 @@ FIXED_KEYS = {
     "fp8/nmae_amplification",
     "fp8/num_converted_modules",
     "fp8/shadow_time",
+    "mismatch/ess",
+    "rollout/canary",
+    "rollout/canary_floor",
+    "rollout/sync_bytes",
+    "rollout/sync_time",
 }
 
 
@@ -220,7 +236,7 @@ def test_the_page_has_one_complete_row_per_key():
     rows = [line for line in (ROOT / "docs/metrics.md").read_text().splitlines() if line.startswith("| `")]
     cells = [[cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]] for row in rows]
     keys = [row[0].strip("`") for row in cells]
-    assert len(keys) == len(set(keys)) == 27
+    assert len(keys) == len(set(keys)) == 43
     assert set(keys) == keys_of_the_functions() | FIXED_KEYS
     for row in cells:
         assert len(row) == 6, row

@@ -361,7 +361,7 @@ class FakeVLLMGeneration:
 def fake_engine(monkeypatch):
     import trl.trainer.grpo_trainer as upstream
 
-    monkeypatch.setattr(upstream, "VLLMGeneration", FakeVLLMGeneration)
+    monkeypatch.setattr("trl_fp8.rollout.RolloutEngine", FakeVLLMGeneration)
     monkeypatch.setattr(upstream, "is_vllm_available", lambda *a, **k: True, raising=False)
 
 
@@ -385,9 +385,37 @@ def test_importance_weight_equals_trls_ratio_on_a_real_batch(mode, tmp_path, fak
     )
     theirs = batch["importance_sampling_ratio"].expand(ours.shape)
     scored = ~batch["sampling_per_token_logps"].isnan()
-    assert torch.equal(ours[scored], theirs[scored])
-    assert (ours[~scored] == 0).all()
+    assert scored.sum() == scored.numel() - 1
+    assert torch.equal(ours, theirs)
+    assert (theirs[~scored] == 0).all()  # TRL alone would say 1
     assert theirs.unique().numel() > 2
+
+
+def test_a_batch_that_is_scored_in_full_keeps_trls_weights(tmp_path, fake_engine, monkeypatch):
+    class Scored(FakeVLLMGeneration):
+        def generate(self, *args, **kwargs):
+            _, ids, logps, _ = super().generate(*args, **kwargs)
+            return None, ids, [[[-3.0] if lp == [None] else lp for lp in row] for row in logps], None
+
+    monkeypatch.setattr("trl_fp8.rollout.RolloutEngine", Scored)
+    trainer = build_trainer(tmp_path, vllm_importance_sampling_mode="sequence_mask", **VLLM, **CALIBRATED)
+    trainer.model.train()
+    batch = trainer._generate_and_score_completions([{"prompt": "1+1="}] * 8)
+    assert batch["importance_sampling_ratio"].shape == (8, 1)
+
+
+def test_the_mismatch_of_a_generation_batch_is_logged(tmp_path, fake_engine, caplog):
+    trainer = build_trainer(tmp_path, **VLLM, **CALIBRATED)
+    trainer.train()
+    (logs,) = [entry for entry in trainer.state.log_history if "mismatch/kl" in entry]
+    # 32 completions of 6 tokens with one NaN; log w = trainer - (-3.1 + 0.8 N(0, 1)) and the trainer is near uniform
+    # over 25 tokens: -3.2
+    assert logs["mismatch/unscored"] == 1 / 192
+    assert 0 < logs["mismatch/ess"] < 1
+    assert logs["mismatch/kl"] == pytest.approx(0.1, abs=0.2)
+    assert logs["mismatch/ratio_raw_max"] > logs["mismatch/ratio_raw_p99"] > 2
+    assert logs["mismatch/frac_truncated"] == pytest.approx(0.17, abs=0.1)
+    assert caplog.text.count("mismatch/unscored=") == 1
 
 
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_mask"])

@@ -5,11 +5,15 @@ import inspect
 
 import pytest
 import torch
-from conftest import build_trainer
+from accelerate import Accelerator
+from conftest import build_model, build_trainer
 from torch import nn
 from transformers import Trainer
 from transformers.trainer_callback import ExportableState, TrainerState
 from trl import GRPOConfig, GRPOTrainer
+from trl.distributed import DistributedBackend
+from trl.generation import vllm_generation
+from trl.trainer import grpo_trainer
 
 from trl_fp8 import FP8GRPOTrainer, _upstream
 
@@ -124,6 +128,94 @@ def test_peft_adapters_are_found():
     assert "base_model.model.0.lora_A.default" in names
     assert "base_model.model.0.base_layer" not in names
     assert _upstream.adapter_modules(nn.Linear(2, 2)) == set()
+
+
+def lora_model(dtype: torch.dtype) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)).to(dtype)
+    return get_peft_model(model, LoraConfig(r=4, target_modules=["0"], init_lora_weights=False))
+
+
+def test_merged_copies_leave_every_bit_of_the_base():
+    model = lora_model(torch.bfloat16)
+    layer = model.base_model.model[0]
+    base = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    merged = _upstream.merged_parameters(model)
+    copy = merged(layer.base_layer.weight.data)
+    sum_of_both = base["base_model.model.0.base_layer.weight"] + layer.get_delta_weight("default")  # float32
+    assert torch.equal(copy, sum_of_both.to(torch.bfloat16))
+    assert torch.equal(merged(layer.base_layer.bias.data), layer.base_layer.bias)
+    assert merged(model.base_model.model[1].weight.data) is None
+    assert all(torch.equal(parameter, base[name]) for name, parameter in model.named_parameters())
+    assert not layer.merged
+    # What TRL does instead, in place
+    layer.merge()
+    layer.unmerge()
+    assert not torch.equal(layer.base_layer.weight, base["base_model.model.0.base_layer.weight"])
+
+
+def test_merging_is_off_inside_and_on_after_an_exception():
+    model = lora_model(torch.float32)
+
+    def fails():
+        with _upstream.without_merging(model):
+            model.merge_adapter()
+            assert not model.base_model.model[0].merged
+            raise KeyError
+
+    pytest.raises(KeyError, fails)
+    model.merge_adapter()
+    assert model.base_model.model[0].merged
+
+
+@pytest.mark.parametrize(
+    ("context", "module", "name"),
+    [
+        (_upstream.engine_in_place_of_trls, grpo_trainer, "VLLMGeneration"),
+        (_upstream.llm_in_place_of_vllms, vllm_generation, "LLM"),
+    ],
+)
+def test_names_are_replaced_inside_and_back_after_an_exception(context, module, name, monkeypatch):
+    monkeypatch.setattr(module, name, "original", raising=False)  # without vLLM there is no LLM
+
+    def fails():
+        with context("ours") as original:
+            assert (original, getattr(module, name)) == ("original", "ours")
+            raise KeyError
+
+    pytest.raises(KeyError, fails)
+    assert getattr(module, name) == "original"
+
+
+def test_trl_builds_its_engine_under_the_names_we_replace():
+    assert "self.vllm_generation = VLLMGeneration(" in inspect.getsource(GRPOTrainer.__init__)
+    assert "self.llm = LLM(" in inspect.getsource(_upstream.VLLMGeneration._init_vllm)
+    assert "self._init_vllm()" in inspect.getsource(_upstream.VLLMGeneration.__init__)
+
+
+@pytest.mark.parametrize("name", _upstream.VLLM_OVERRIDES)
+def test_the_engines_methods_have_the_parameters_we_rely_on(name):
+    parameters = inspect.signature(getattr(_upstream.VLLMGeneration, name)).parameters
+    assert tuple(parameters) == _upstream.VLLM_OVERRIDES[name]
+
+
+def test_trl_calls_the_sync_through_self_when_the_weights_sleep():
+    source = inspect.getsource(_upstream.VLLMGeneration.generate)
+    assert "self._llm_weights_sleeping" in source
+    assert "self.sync_weights()" in source
+
+
+def test_trl_streams_parameters_under_the_names_of_the_checkpoint():
+    generation = object.__new__(_upstream.VLLMGeneration)
+    generation.model = build_model()
+    generation._dist = DistributedBackend(Accelerator(cpu=True))
+    assert generation._dist.is_fsdp is False
+    streamed = dict(generation._iter_named_params())
+    assert streamed.keys() == dict(generation.model.named_parameters()).keys()
+    weight = generation.model.model.layers[0].mlp.up_proj.weight
+    assert streamed["model.layers.0.mlp.up_proj.weight"].data_ptr() == weight.data_ptr()
 
 
 def test_module_hooks_are_found():

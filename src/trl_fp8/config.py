@@ -7,6 +7,7 @@ from trl import GRPOConfig
 
 from . import config_checks
 from .clipping import ClipSearch
+from .pairing import resolve_quantization
 
 
 @dataclass
@@ -65,6 +66,12 @@ class FP8GRPOConfig(GRPOConfig):
             Data type of the engine's KV cache, e.g. `"fp8"`.
         vllm_engine_kwargs (`dict`, *optional*):
             Further keyword arguments of the engine.
+        vllm_canary_interval (`int`, defaults to `1`):
+            Weight syncs between two comparisons of trainer and engine on a fixed prompt (a forward of 32 tokens on
+            each side). 0 turns them off. Chosen by us.
+        vllm_canary_max_jump (`float`, defaults to `5.0`):
+            Largest difference of log-probs on that prompt, in multiples of the first sync's; beyond it the run stops.
+            Chosen by us.
 
     > [!NOTE]
     > Changed defaults of TRL's fields: `vllm_importance_sampling_mode` `"token_truncate"` and
@@ -161,6 +168,19 @@ class FP8GRPOConfig(GRPOConfig):
     vllm_engine_kwargs: dict | str | None = field(
         default=None, metadata={"help": "Further keyword arguments of the vLLM engine."}
     )
+    vllm_canary_interval: int = field(
+        default=1,
+        metadata={
+            "help": "Weight syncs between two comparisons of trainer and engine on a fixed prompt. 0 turns them off."
+        },
+    )
+    vllm_canary_max_jump: float = field(
+        default=5.0,
+        metadata={
+            "help": "Largest difference of log-probs on the fixed prompt, in multiples of the first sync's; beyond it "
+            "the run stops."
+        },
+    )
 
     # TRL's fields with this project's defaults
     vllm_importance_sampling_mode: str = field(
@@ -205,6 +225,11 @@ class FP8GRPOConfig(GRPOConfig):
     def clip_search(self) -> ClipSearch:
         """The search record of the `clip_*` fields."""
         return ClipSearch(**{f.name: getattr(self, f.name) for f in fields(ClipSearch)})
+
+    @property
+    def rollout_quantization(self) -> str:
+        """Quantisation of the vLLM engine, `"auto"` resolved; `"none"` without vLLM."""
+        return resolve_quantization(self.vllm_quantization, self.fp8_recipe) if self.use_vllm else "none"
 
     @property
     def micro_batches_per_generation(self) -> int:

@@ -23,6 +23,23 @@ VLLM_QUANTIZATIONS = (
     "torchao",
     "compressed-tensors",
 )
+# Arguments of the engine that TRL's colocate mode passes (trl 1.16, `VLLMGeneration._init_vllm`), with what to do
+# instead. `max_num_batched_tokens` is not here: it is a constant of TRL's and changes no result
+ENGINE_OWNERS = {
+    "model": "The engine runs the model the trainer is given",
+    "tensor_parallel_size": "Use vllm_tensor_parallel_size",
+    "gpu_memory_utilization": "Use vllm_gpu_memory_utilization",
+    "max_model_len": "Use vllm_max_model_length",
+    "max_num_seqs": "It is per_device_train_batch_size * vllm_tensor_parallel_size * steps_per_generation",
+    "enable_sleep_mode": "Use vllm_enable_sleep_mode",
+    "model_impl": "Use vllm_model_impl",
+    "trust_remote_code": "Use trust_remote_code",
+    "distributed_executor_backend": "Colocation needs 'external_launcher'; drop it",
+    "seed": "Ranks of one tensor-parallel group share a seed; drop it, and use the trainer's seed",
+    "logprobs_mode": "Importance weights need 'processed_logprobs'; drop it",
+    "quantization": "Use vllm_quantization",
+    "kv_cache_dtype": "Use vllm_kv_cache_dtype",
+}
 # Losses in which L bounds A < 0 tokens and H bounds A > 0 tokens
 CALIBRATED_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")
 IMPORTANCE_SAMPLING_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
@@ -63,6 +80,11 @@ def check_values(args: "FP8GRPOConfig", own_fields: Iterable[str]) -> None:
             f"calibration_interval={args.calibration_interval} never comes round. Set a number of generation "
             "batches >= 1, or use_calibrated_clipping=False to keep the bounds fixed."
         )
+    if args.vllm_canary_interval < 0 or args.vllm_canary_max_jump <= 1:
+        raise ValueError(
+            f"vllm_canary_interval={args.vllm_canary_interval} and vllm_canary_max_jump={args.vllm_canary_max_jump} "
+            "would compare never or stop at the first sync. Set an interval >= 0 (0: off) and a jump > 1."
+        )
     args.clip_search.check_start(args.clip_lower_init, args.clip_upper_init)
     for name, flag, issue in (
         ("fp8_compile", args.fp8_compile, "Leave it False"),
@@ -95,17 +117,8 @@ def check_rollout(args: "FP8GRPOConfig") -> None:
                     f"{name}={value!r} asks for something of the vLLM engine, but use_vllm=False starts none. Set "
                     f"use_vllm=True, or leave {name} unset."
                 )
-    elif args.vllm_quantization != "none" and (fp8 or args.vllm_quantization != "auto"):
-        raise ValueError(
-            f"vllm_quantization={args.vllm_quantization!r} with use_vllm=True is not built yet in this version: "
-            "TRL's weight sync cannot re-quantise. Set vllm_quantization='none' for a BF16 rollout, or use_vllm="
-            "False to generate with the FP8 forward."
-        )
-    elif args.vllm_kv_cache_dtype is not None or args.vllm_engine_kwargs is not None:
-        raise ValueError(
-            f"vllm_kv_cache_dtype={args.vllm_kv_cache_dtype!r} and vllm_engine_kwargs={args.vllm_engine_kwargs!r} "
-            "are not built yet in this version. Leave them unset."
-        )
+    else:
+        _check_engine(args)
     truncated = {"top_p": args.top_p < 1, "top_k": args.top_k > 0, "min_p": bool(args.min_p)}
     if args.use_vllm and args.vllm_importance_sampling_correction and any(truncated.values()):
         names = [name for name, on in truncated.items() if on]
@@ -116,6 +129,36 @@ def check_rollout(args: "FP8GRPOConfig") -> None:
         )
     if fp8 or args.use_calibrated_clipping:
         _check_stock_features(args)
+
+
+def _check_engine(args: "FP8GRPOConfig") -> None:
+    if args.vllm_mode == "server":
+        if args.rollout_quantization != "none" or args.vllm_kv_cache_dtype or args.vllm_engine_kwargs:
+            raise ValueError(
+                f"vllm_mode='server' with vllm_quantization={args.vllm_quantization!r} (here "
+                f"{args.rollout_quantization!r}), vllm_kv_cache_dtype={args.vllm_kv_cache_dtype!r} and "
+                f"vllm_engine_kwargs={args.vllm_engine_kwargs!r} is not built yet: a server has its own settings, "
+                "which nobody compares with these. Set vllm_mode='colocate', or vllm_quantization='none'."
+            )
+        return
+    if args.rollout_quantization == "compressed-tensors":
+        raise ValueError(
+            "vllm_quantization='compressed-tensors' is the format of checkpoints quantised beforehand, and the engine "
+            "starts from the policy's own, which is not. Use 'fp8_per_channel', which quantises while it loads."
+        )
+    kwargs = args.vllm_engine_kwargs or {}
+    assert isinstance(kwargs, dict)  # HF has parsed the JSON of the command line
+    for name, value in kwargs.items():
+        if name in ENGINE_OWNERS:
+            raise ValueError(
+                f"vllm_engine_kwargs={{{name!r}: {value!r}}} sets what TRL sets already, and "
+                f"only one can hold. {ENGINE_OWNERS[name]}."
+            )
+    if args.vllm_enable_sleep_mode and str(args.vllm_kv_cache_dtype).startswith("fp8"):
+        raise ValueError(
+            f"vllm_kv_cache_dtype={args.vllm_kv_cache_dtype!r} with vllm_enable_sleep_mode=True: sleeping discards "
+            "the scales of the FP8 cache and the engine wakes to garbage (vllm-project/vllm#25800). Unset one of them."
+        )
 
 
 def _check_stock_features(args: "FP8GRPOConfig") -> None:

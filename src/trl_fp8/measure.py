@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import diagnostics
-from .clipping import ClipStatistics
+from .clipping import ClipStatistics, importance_weight
 from .metrics import Metric
 
 
@@ -85,6 +85,43 @@ class MicroBatch:
             shadow=capture.shadow_per_token_logps if moved else shadow_old,
             shadow_old=shadow_old,
         )
+
+
+def drop_unscored(rollout: dict[str, Any]) -> bool:
+    """Weight 0 for tokens the engine could not score, where TRL says 1: nothing is known of their sampler.
+
+    Args:
+        rollout: TRL's generation batch; its `importance_sampling_ratio`, if any, has shape `(B, T)` or `(B, 1)`.
+
+    Returns:
+        Whether it has weights.
+    """
+    if "importance_sampling_ratio" not in rollout:
+        return False
+    unscored = torch.isnan(rollout["sampling_per_token_logps"])
+    if bool((unscored & rollout["completion_mask"].bool()).any()):
+        weight = rollout["importance_sampling_ratio"].expand(unscored.shape)
+        rollout["importance_sampling_ratio"] = torch.where(unscored, 0.0, weight)
+    return True
+
+
+def measure_rollout(rollout: Mapping[str, Any], mode: Any) -> tuple[dict[str, Metric], Tensor]:
+    """Mismatch of a generation batch, and the raw ratios `(B * T,)` with NaN in the place of other tokens.
+
+    Args:
+        rollout: what TRL's generation returns, with `old_per_token_logps` and `sampling_per_token_logps`.
+        mode: TRL's `vllm_importance_sampling_mode`; `None` without a correction.
+    """
+    old, sampling = rollout["old_per_token_logps"], rollout["sampling_per_token_logps"]
+    mask = rollout["completion_mask"].bool()
+    if "tool_mask" in rollout:
+        mask = mask & rollout["tool_mask"].bool()
+    truncated = None
+    if mode is not None:
+        weight = importance_weight(old, sampling, mask, mode=mode, clip_max=None)
+        truncated = weight != rollout["importance_sampling_ratio"]
+    ratios = torch.where(mask, diagnostics.raw_log_ratio(old, sampling).exp(), float("nan"))
+    return {**diagnostics.mismatch(old, sampling, mask, truncated)}, ratios.flatten()
 
 
 def measure(

@@ -59,4 +59,7 @@ class MetricWindow:
         self._plain.clear()
         if logs.get("fp8/prob_nmae") and "fp8/ratio_nmae" in logs:
             logs["fp8/nmae_amplification"] = logs["fp8/ratio_nmae"] / logs["fp8/prob_nmae"]
+        if "mismatch/chi2_token" in logs and "mismatch/ratio_raw_mean" in logs:
+            # 1 / mean((w / mean w)^2), as verl and ms-swift define the effective sample size
+            logs["mismatch/ess"] = logs["mismatch/ratio_raw_mean"] ** 2 / (logs["mismatch/chi2_token"] + 1)
         return logs

@@ -20,7 +20,11 @@ def startup_line(
         kernels = "emulated" if report.emulated else "FP8 kernels"
         parts.append(f"{len(report.converted)}/{total} layers ({kernels})")
     if args.use_vllm:
-        parts.append("rollout: vLLM in high precision")
+        quantization = args.rollout_quantization
+        precision = "high precision" if quantization == "none" else quantization
+        cache = f", {args.vllm_kv_cache_dtype} KV cache" if args.vllm_kv_cache_dtype else ""
+        correction = args.vllm_importance_sampling_mode if args.vllm_importance_sampling_correction else "none"
+        parts.append(f"rollout: vLLM in {precision}{cache} (correction {correction})")
     else:
         parts.append("rollout: transformers with the training forward" + (" (FP8)" if report else ""))
     ref_lower, ref_upper = args.reference_bounds

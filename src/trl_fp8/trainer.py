@@ -1,10 +1,7 @@
 """`FP8GRPOTrainer`: TRL's GRPO trainer with FP8 linears and Calibrated Clipping. Every override adds to its parent."""
 
-import contextlib
 import logging
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, cast
 
@@ -13,15 +10,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from trl import GRPOTrainer
 
-from . import checks, kernels
-from ._upstream import disable_gradient_checkpointing
+from . import checks, kernels, rollout
+from .alarms import mismatch_alarms
 from .callbacks import CalibratedClippingCallback, ClippingPolicy
 from .clipping import ClipSearch, ClipStatistics, importance_weight
 from .config import FP8GRPOConfig
-from .float8 import ConversionReport, convert_model, high_precision
-from .measure import Capture, MicroBatch, measure
+from .diagnostics import upper_tail
+from .float8 import ConversionReport, convert_model
+from .measure import Capture, MicroBatch, drop_unscored, measure, measure_rollout
 from .metrics import Metric, MetricWindow
 from .report import startup_line
+from .shadow import Stopwatch, shadow_pass
 
 
 logger = logging.getLogger(__name__)
@@ -62,14 +61,27 @@ class FP8GRPOTrainer(GRPOTrainer):
         self._collected: ClipStatistics | None = None
         self._collect_shadow = False
         self._generation_step = -1
-        self._shadow_seconds = 0.0
+        self._shadow_watch = Stopwatch()
         self.clip_statistics: ClipStatistics | None = None
         self.conversion_report: ConversionReport | None = None
-        emulated = args.fp8_recipe != "none" and kernels.prepare(args)
+        self._emulated = args.fp8_recipe != "none" and kernels.prepare(args)
+        self._prepared = False
+        self._alarms_raised: set[str] = set()
 
-        super().__init__(model, reward_funcs, args, *positional, **kwargs)
+        # Errors of the model come before the engine, which takes long to start
+        with rollout.engine_context(args, before_start=self._prepare_model, record=self.record_metrics):
+            super().__init__(model, reward_funcs, args, *positional, **kwargs)
         self._clip_bounds = args.reference_bounds
+        self._prepare_model()
+        self._add_policy()
+        self._announce()
 
+    # -- construction ------------------------------------------------------------------------------------------------
+
+    def _prepare_model(self) -> ConversionReport | None:
+        if self._prepared:
+            return self.conversion_report
+        self._prepared, args = True, self.args
         checks.check_datasets(self)
         checks.check_model(self)
         if args.fp8_recipe != "none":
@@ -78,13 +90,10 @@ class FP8GRPOTrainer(GRPOTrainer):
                 args.fp8_recipe,
                 exclude=args.fp8_exclude_modules or (),
                 scale_rounding=args.fp8_scale_rounding,
-                emulate=emulated,
+                emulate=self._emulated,
             )
             self._window.record({"fp8/num_converted_modules": float(len(self.conversion_report.converted))})
-        self._add_policy()
-        self._announce()
-
-    # -- construction ------------------------------------------------------------------------------------------------
+        return self.conversion_report
 
     def _add_policy(self) -> None:
         policies = self._policies()
@@ -179,8 +188,8 @@ class FP8GRPOTrainer(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs):
         if not self.model.training:
-            return super()._generate_and_score_completions(inputs)
-        self._collected, self._collect_shadow, self._shadow_seconds = None, False, 0.0
+            return self._finish_rollout(super()._generate_and_score_completions(inputs))
+        self._collected, self._collect_shadow, self._shadow_watch = None, False, Stopwatch()
         for policy in self._policies():
             policy.on_generation_begin(self)
         self._generation_step = self.state.global_step
@@ -192,7 +201,7 @@ class FP8GRPOTrainer(GRPOTrainer):
         # Without old log-probs the first forward may have been the reference model's
         if capture.shadow_per_token_logps is not None and "old_per_token_logps" in output:
             output["shadow_old_per_token_logps"] = capture.shadow_per_token_logps
-        return output
+        return self._finish_rollout(output)
 
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
         result = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
@@ -202,7 +211,8 @@ class FP8GRPOTrainer(GRPOTrainer):
             capture.entropies = None if result[1] is None else result[1].detach()
             if capture.shadow:
                 kwargs = {**kwargs, "compute_entropy": False, "compute_aux_loss": False}
-                with self._shadow_pass():
+                checkpointing = cast(Any, self.args.gradient_checkpointing_kwargs)
+                with shadow_pass(self.model, self.accelerator.device, checkpointing, self._shadow_watch):
                     shadow = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
                 capture.shadow_per_token_logps = shadow[0]
         return result
@@ -237,6 +247,8 @@ class FP8GRPOTrainer(GRPOTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self.model.training:
             logs.update(self._window.flush())
+            for message in mismatch_alarms(logs, self._alarms_raised):
+                logger.warning(message)
         super().log(logs, start_time)
 
     # -- measuring ----------------------------------------------------------------------------------------------------
@@ -246,27 +258,14 @@ class FP8GRPOTrainer(GRPOTrainer):
             self._capture.masks.append(mask.detach())
         return mask
 
-    @contextmanager
-    def _shadow_pass(self) -> Iterator[None]:
-        """Forward passes inside are the unconverted model's, and leave gradients and RNG state alone."""
-        device = self.accelerator.device
-        on_accelerator = device.type != "cpu"
-        with contextlib.ExitStack() as stack:
-            checkpointing = cast(dict, self.args.gradient_checkpointing_kwargs or {})
-            if checkpointing.get("use_reentrant"):
-                # Reentrant checkpointing warns in a pass without gradients
-                stack.enter_context(disable_gradient_checkpointing(self.model, checkpointing))
-            stack.enter_context(torch.no_grad())
-            devices = [device] if on_accelerator else []
-            stack.enter_context(torch.random.fork_rng(devices, device_type=device.type))
-            stack.enter_context(high_precision(self.model))
-            if on_accelerator:
-                torch.accelerator.synchronize()
-            start = time.perf_counter()
-            yield
-            if on_accelerator:
-                torch.accelerator.synchronize()
-            self._shadow_seconds += time.perf_counter() - start
+    @torch.no_grad()
+    def _finish_rollout(self, output: dict[str, Any]) -> dict[str, Any]:
+        weighted = drop_unscored(output)
+        if self.model.training and {"old_per_token_logps", "sampling_per_token_logps"} <= output.keys():
+            metrics, ratios = measure_rollout(output, self.vllm_importance_sampling_mode if weighted else None)
+            ratios = self.accelerator.pad_across_processes(ratios, pad_index=cast(int, float("nan")))
+            self.record_metrics({**metrics, **upper_tail(cast(Tensor, self.accelerator.gather(ratios)))})
+        return output
 
     @torch.no_grad()
     def _measure(self, inputs: dict[str, Any], capture: Capture, moved: bool) -> None:
@@ -293,7 +292,7 @@ class FP8GRPOTrainer(GRPOTrainer):
         if statistics is not None and statistics.flat is not None:
             statistics.flat = self._sum_over_ranks(statistics.flat)
             if self._collect_shadow:
-                self.record_metrics({"fp8/shadow_time": (self._shadow_seconds, 1.0)})
+                self.record_metrics({"fp8/shadow_time": (self._shadow_watch.seconds, 1.0)})
         self.clip_statistics = statistics
         for policy in self._policies():
             policy.on_generation_end(self)

@@ -1,0 +1,82 @@
+"""The canary: after a weight sync a fixed prompt is scored on both sides, and a jump of the difference stops the run.
+
+A sync that loaded the wrong weights, or a layer twice, or none, raises no error anywhere; the log-probs show it at
+once. What is normal depends on model and precision, so the difference of the first sync is the floor.
+"""
+
+from typing import Any
+
+import torch
+
+
+NUM_TOKENS = 32
+# Below this a difference is BF16 rounding, however small the first one was (nats)
+SMALLEST_FLOOR = 0.02
+
+
+def plain_tokens(tokenizer: Any, num_tokens: int) -> list[int]:
+    """Token ids from all over the vocabulary, the same every time: a text might hold what a vocabulary cannot spell.
+
+    Special and added tokens are left out, since some stand for images.
+    """
+    special = {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", {})}
+    plain = [token for token in range(len(tokenizer)) if token not in special]
+    return [plain[7919 * i % len(plain)] for i in range(num_tokens)]
+
+
+class Canary:
+    """Compares trainer and engine on one prompt.
+
+    Args:
+        tokenizer: of the policy.
+        interval: syncs between two comparisons; 0 compares never.
+        max_jump: largest difference, in multiples of the first.
+        max_length: longest prompt the engine takes, in tokens.
+    """
+
+    def __init__(self, tokenizer: Any, interval: int, max_jump: float, max_length: int):
+        self.token_ids = plain_tokens(tokenizer, min(NUM_TOKENS, max_length - 1))
+        self.interval, self.max_jump = interval, max_jump
+        self.floor: float | None = None
+        self._num_syncs = 0
+
+    def difference(self, model: Any, llm: Any, accelerator: Any) -> float:
+        """Mean |log pi_trainer - log pi_engine| over the tokens after the first, nats, the largest of all ranks."""
+        from vllm import SamplingParams  # pyright: ignore[reportMissingImports] - an extra
+
+        # Greedy: sampling would take numbers from the random generator the rollout uses
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+        (output,) = llm.generate([{"prompt_token_ids": self.token_ids}], params, use_tqdm=False)
+        pairs = zip(self.token_ids[1:], output.prompt_logprobs[1:], strict=True)
+        engine = torch.tensor([position[token].logprob for token, position in pairs], device=accelerator.device)
+        ids = torch.tensor([self.token_ids], device=accelerator.device)
+        with torch.no_grad():
+            logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+        trainer = logits[0, :-1].float().log_softmax(dim=-1).gather(1, ids[0, 1:].unsqueeze(1)).squeeze(1)
+        difference = (trainer - engine).abs().mean()
+        # A NaN is the worst difference there is, and a maximum would drop it
+        return torch.nan_to_num(accelerator.gather(difference), nan=float("inf")).max().item()
+
+    def check(self, model: Any, llm: Any, accelerator: Any) -> dict[str, float]:
+        """Metrics of this sync, none between two comparisons.
+
+        Raises:
+            RuntimeError: the difference has jumped.
+        """
+        self._num_syncs += 1
+        if self.interval == 0 or (self._num_syncs - 1) % self.interval:
+            return {}
+        difference = self.difference(model, llm, accelerator)
+        if self.floor is None:
+            self.floor = max(difference, SMALLEST_FLOOR)
+        limit = self.max_jump * self.floor
+        if not difference <= limit or difference == float("inf"):
+            raise RuntimeError(
+                f"After weight sync {self._num_syncs} trainer and engine differ by {difference:.3g} nats a token on a "
+                f"fixed prompt, more than vllm_canary_max_jump={self.max_jump:g} times the {self.floor:.3g} of the "
+                "first sync. The engine does not hold the trainer's weights, or one side has become numerically "
+                "unstable. Look at the versions of vLLM and TRL, at what changes the policy's modules, and at NaN in "
+                "the weights; compare with vllm_quantization='none'. If the difference is real, raise "
+                "vllm_canary_max_jump, or set vllm_canary_interval=0."
+            )
+        return {"rollout/canary": difference, "rollout/canary_floor": self.floor}

@@ -1,0 +1,97 @@
+"""Which quantisation of the rollout engine goes with which training recipe, and what a mixed pair costs.
+
+Trainer and engine are closest when both scale the same values by the same rule: the granularity of weights and
+activations, and how a scale is rounded. Mismatches are means of |log pi_trainer - log pi_engine| over sampled tokens,
+in nats: SmolLM2-135M, 177 tokens, one seed, vLLM 0.31 on a CPU (`benchmarks/mismatch.py` measures your own model).
+"""
+
+from typing import Any
+
+
+# recipe -> vLLM's name of the same granularity
+ROLLOUT_PAIRS = {
+    "none": "none",
+    "tensorwise": "fp8_per_tensor",
+    "rowwise": "fp8_per_channel",
+    "rowwise_with_gw_hp": "fp8_per_channel",
+    "blockwise": "fp8_per_block",
+}
+# (forward of the trainer, engine) -> measured mismatch. rowwise_with_gw_hp has the forward of rowwise
+MISMATCH = {
+    ("none", "none"): 0.046,
+    ("none", "fp8_per_channel"): 0.196,
+    ("none", "fp8_per_tensor"): 0.172,
+    ("rowwise", "none"): 0.174,
+    ("rowwise", "fp8_per_channel"): 0.159,
+    ("rowwise", "fp8_per_tensor"): 0.226,
+    ("rowwise, power-of-two scales", "none"): 0.184,
+    ("rowwise, power-of-two scales", "fp8_per_channel"): 0.243,
+    ("rowwise, power-of-two scales", "fp8_per_tensor"): 0.231,
+    ("tensorwise", "none"): 0.180,
+    ("tensorwise", "fp8_per_channel"): 0.249,
+    ("tensorwise", "fp8_per_tensor"): 0.195,
+}
+# The log of a product of T token ratios has a variance of about 2 k3 T. With the k3 = 0.004 that FP8 rollouts reach at
+# best (NeMo-RL's gate), its deviation passes ln 2, the limit of C = 2, at T = 60
+LONG_RESPONSE = 64
+_POWER_OF_2 = ", power-of-two scales"
+
+
+def resolve_quantization(vllm_quantization: str, recipe: str) -> str:
+    """The engine's quantisation: `"auto"` is the pair of `recipe`."""
+    return ROLLOUT_PAIRS[recipe] if vllm_quantization == "auto" else vllm_quantization
+
+
+def rollout_warnings(args: Any) -> list[str]:
+    """What a run with an FP8 rollout should be told once, from its `FP8GRPOConfig`."""
+    pair = pair_warning(args.fp8_recipe, args.fp8_scale_rounding, args.rollout_quantization)
+    warnings = [] if pair is None else [pair]
+    if args.rollout_quantization == "none":
+        return warnings
+    if not args.bf16 and not args.fp16:
+        warnings.append(
+            f"bf16=False and fp16=False with a rollout in {args.rollout_quantization!r}: the trainer computes in FP32 "
+            "and vLLM's FP8 layers in BF16, so the two quantise different numbers. Set bf16=True."
+        )
+    if not args.vllm_importance_sampling_correction:
+        warnings.append(
+            f"vllm_importance_sampling_correction=False with a rollout in {args.rollout_quantization!r}: the loss "
+            "takes the engine's samples for the trainer's, and accuracy falls (verl-project/verl#2809). Set it True."
+        )
+    elif args.vllm_importance_sampling_mode == "sequence_mask" and args.max_completion_length > LONG_RESPONSE:
+        warnings.append(
+            f"vllm_importance_sampling_mode='sequence_mask' with max_completion_length={args.max_completion_length}: "
+            "it masks a response by the product of its token ratios, whose spread grows with the length; beyond about "
+            f"{LONG_RESPONSE} tokens of FP8 most responses are masked (huggingface/trl#5814). Use 'token_truncate'."
+        )
+    return warnings
+
+
+def pair_warning(recipe: str, scale_rounding: str, quantization: str) -> str | None:
+    """What is unequal on the two sides and how far apart they were measured; `None` for a pair that agrees."""
+    if quantization == "none" and recipe == "none":
+        return None
+    per_tensor = quantization in ("fp8", "fp8_per_tensor")
+    engine = "fp8_per_tensor" if per_tensor else quantization
+    forward = "rowwise" if recipe == "rowwise_with_gw_hp" else recipe
+    rounded = scale_rounding == "power_of_2" and recipe not in ("none", "tensorwise")
+    if recipe == "none":
+        reason = "the engine quantises and the trainer does not"
+    elif quantization == "none":
+        reason = "the trainer quantises and the engine does not"
+    elif engine != ROLLOUT_PAIRS[recipe]:
+        reason = f"they scale at different granularity ({ROLLOUT_PAIRS[recipe]} is the pair)"
+    elif rounded:
+        reason = "the trainer rounds scales to powers of two and vLLM does not"
+    elif per_tensor:
+        reason = "the engine scales q, k and v (and gate and up) by one number, the trainer by one each"
+    else:
+        return None
+    measured = MISMATCH.get((forward + (_POWER_OF_2 if rounded else ""), engine))
+    distance = "not measured for this pair" if measured is None else f"{measured} nats a token on a 135M model"
+    best = MISMATCH["rowwise", "fp8_per_channel"]
+    setting = f"fp8_recipe={recipe!r}" + (f", fp8_scale_rounding={scale_rounding!r}" if rounded else "")
+    return (
+        f"{setting} with vLLM in {quantization!r}: {reason}. Mismatch of log-probs: {distance}, against {best} of "
+        "fp8_recipe='rowwise' with 'fp8_per_channel'. Importance sampling corrects for it; watch mismatch/*."
+    )

@@ -1,0 +1,49 @@
+"""The shadow pass: a forward of the unconverted model on the same weights, which changes nothing."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ._upstream import disable_gradient_checkpointing
+from .float8 import high_precision
+
+
+class Stopwatch:
+    """Seconds spent in passes so far."""
+
+    def __init__(self):
+        self.seconds = 0.0
+
+
+@contextlib.contextmanager
+def shadow_pass(
+    model: PreTrainedModel, device: torch.device, checkpointing: dict[str, Any] | None, watch: Stopwatch
+) -> Iterator[None]:
+    """Forward passes of `model` inside are the unconverted model's, and leave gradients and RNG state alone.
+
+    Args:
+        model: with FP8 linears.
+        device: it runs on.
+        checkpointing: `gradient_checkpointing_kwargs` of the run.
+        watch: gets the time of the pass added.
+    """
+    on_accelerator = device.type != "cpu"
+    with contextlib.ExitStack() as stack:
+        if checkpointing and checkpointing.get("use_reentrant"):
+            # Reentrant checkpointing warns in a pass without gradients
+            stack.enter_context(disable_gradient_checkpointing(model, checkpointing))
+        stack.enter_context(torch.no_grad())
+        devices = [device] if on_accelerator else []
+        stack.enter_context(torch.random.fork_rng(devices, device_type=device.type))
+        stack.enter_context(high_precision(model))
+        if on_accelerator:
+            torch.accelerator.synchronize()
+        start = time.perf_counter()
+        yield
+        if on_accelerator:
+            torch.accelerator.synchronize()
+        watch.seconds += time.perf_counter() - start

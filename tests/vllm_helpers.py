@@ -1,0 +1,101 @@
+"""Real vLLM engines on tiny models for the tests marked `vllm`, and their log-probs."""
+
+import torch
+from accelerate import Accelerator
+from conftest import build_model, build_tokenizer
+
+from trl_fp8 import FP8GRPOConfig
+from trl_fp8.rollout import RolloutEngine
+
+
+# Prompts that are scored; vocabulary of conftest, nothing special in them
+PROMPTS = [[3, 4, 5, 14, 7, 9, 11, 6], [8, 13, 20, 15, 16, 3, 3, 10], [12, 4, 13, 5, 14, 4, 7, 22], [24, 19, 18, 3]]
+# One second instead of half a minute, and a cache that fits several engines in one process
+ENGINE_KWARGS = {
+    "enforce_eager": True,
+    "kv_cache_memory_bytes": 2**25,
+    "block_size": 32,
+    "max_num_batched_tokens": 512,
+}
+
+
+# An engine that is collected takes vLLM's process groups with it, also those of the engines that stay
+_ALIVE = []
+
+
+def keep_alive(owner):
+    _ALIVE.append(owner)
+    return owner
+
+
+def build_policy(seed: int = 0, **overrides):
+    """The tiny model with heads that vLLM's CPU attention takes, and weights large enough to tell models apart."""
+    model = build_model(seed, head_dim=32, num_key_value_heads=2, **overrides)
+    generator = torch.Generator().manual_seed(seed + 100)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def save_policy(model, path, dtype=torch.bfloat16) -> str:
+    """Write a checkpoint in `dtype`, leaving `model` as it is; its path."""
+    before = model.dtype
+    state = {name: tensor.to(dtype) for name, tensor in model.state_dict().items()}
+    model.config.dtype = dtype
+    model.save_pretrained(path, state_dict=state)
+    model.config.dtype = before
+    build_tokenizer().save_pretrained(path)
+    model.name_or_path = str(path)
+    return str(path)
+
+
+def start_engine(model, output_dir, *, cls=RolloutEngine, records=None, report=None, **settings):
+    """An engine on the checkpoint `model` came from, constructed as TRL does, without a canary unless asked for."""
+    settings = {"vllm_canary_interval": 0, **settings}
+    kwargs = {**ENGINE_KWARGS, **settings.pop("vllm_engine_kwargs", {})}
+    args = FP8GRPOConfig(
+        str(output_dir), use_cpu=True, report_to=[], use_vllm=True, vllm_engine_kwargs=kwargs, **settings
+    )
+    engine = cls(
+        model,
+        Accelerator(cpu=True),
+        build_tokenizer(),
+        settings=args,
+        before_start=lambda: report,
+        record=[].append if records is None else records.append,
+        gpu_memory_utilization=0.1,
+        max_model_length=64,
+        max_num_seqs=8,
+        max_completion_length=4,
+    )
+    return keep_alive(engine)
+
+
+def score(llm) -> torch.Tensor:
+    """Log-probs of the tokens of PROMPTS after the first, one row after the other, nats."""
+    from vllm import SamplingParams
+
+    outputs = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in PROMPTS],
+        SamplingParams(max_tokens=1, prompt_logprobs=0),
+        use_tqdm=False,
+    )
+    rows = [
+        [position[token].logprob for token, position in zip(prompt[1:], output.prompt_logprobs[1:], strict=True)]
+        for prompt, output in zip(PROMPTS, outputs, strict=True)
+    ]
+    return torch.tensor([logprob for row in rows for logprob in row])
+
+
+def fp8_per_tensor_on_cpu(monkeypatch) -> None:
+    """The one operator that vLLM 0.31's CPU build registers without a schema, in plain torch; the GEMM is vLLM's."""
+    import vllm._custom_ops
+
+    def scaled_fp8_quant(x, scale=None, *args, **kwargs):
+        assert scale is not None
+        assert scale.numel() == 1
+        return (x.float() / scale.float()).clamp(-448, 448).to(torch.float8_e4m3fn), scale
+
+    monkeypatch.setattr(vllm._custom_ops, "scaled_fp8_quant", scaled_fp8_quant)
