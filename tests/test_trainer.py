@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from conftest import RECIPES, build_dataset, build_model, build_tokenizer, build_trainer, digits_reward
+from conftest import RECIPES, VOCABULARY, build_dataset, build_model, build_tokenizer, build_trainer, digits_reward
 from trl import GRPOConfig, GRPOTrainer
 
 import trl_fp8.kernels as kernels_module
@@ -652,3 +652,118 @@ def test_search_settings_reach_the_callback(tmp_path):
     trainer = build_trainer(tmp_path, clip_lower_min=0.4, clip_upper_max_change=0.2, rebalance_with="target")
     (policy,) = (c for c in trainer.callback_handler.callbacks if isinstance(c, ClippingPolicy))
     assert policy.search == ClipSearch(clip_lower_min=0.4, clip_upper_max_change=0.2, rebalance_with="target")
+
+
+# -- what an interrupted or repeated run must not get wrong
+
+
+def test_training_again_inside_a_batch_knows_that_the_weights_have_moved(tmp_path, monkeypatch):
+    recorder = Recorder(monkeypatch)
+    trainer = build_trainer(tmp_path, calibration_interval=1, max_steps=2, learning_rate=5e-3)
+    trainer.train()
+    trainer.train()  # the second half of the buffered batch, with global_step back at 0
+    assert len(recorder.batches) == 4
+    assert torch.equal(recorder.batches[0][1], torch.ones_like(recorder.batches[0][1]))
+    for tensors in recorder.batches[1:]:
+        assert not torch.equal(tensors[1], torch.ones_like(tensors[1]))
+    assert trainer.clip_bounds != (0.6, 1.8)
+
+
+@pytest.mark.parametrize("interval", [1, 2])
+def test_resuming_in_the_interrupted_process_ignores_what_is_left_of_the_old_batch(interval, tmp_path):
+    from transformers import TrainerCallback
+
+    class Interrupt(TrainerCallback):
+        armed = True
+
+        def on_step_end(self, args, state, control, **kwargs):
+            if self.armed and state.global_step == 10:
+                self.armed = False
+                raise KeyboardInterrupt
+
+    trainer = build_trainer(
+        tmp_path,
+        calibration_interval=interval,
+        max_steps=16,
+        save_strategy="steps",
+        save_steps=4,
+        learning_rate=5e-3,
+        trainer={"callbacks": [Interrupt()]},
+    )
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    (policy,) = (c for c in trainer.callback_handler.callbacks if isinstance(c, ClippingPolicy))
+    # 12 steps: 2 on the old batch, which counts nowhere, two batches, and 2 of a third
+    assert policy.num_completed_generation_batches == 1 + 2
+
+
+def test_an_exception_in_a_reward_leaves_no_scope_open(tmp_path):
+    calls = []
+
+    def fails_once(completions, **kwargs):
+        calls.append(1)
+        if len(calls) == 1:
+            raise RuntimeError("reward server is down")
+        return digits_reward(completions)
+
+    trainer = build_trainer(tmp_path, trainer={"reward_funcs": fails_once}, **CALIBRATED)
+    with pytest.raises(RuntimeError, match="reward server"):
+        trainer.train()
+    assert trainer._capture is None
+    trainer.train()
+    assert logged(trainer, "calibration/degenerate") == [0]
+
+
+def test_a_refused_construction_leaves_the_model_unconverted(tmp_path):
+    model = build_model()
+    with pytest.raises(ValueError, match="2 clipping policies"):
+        build_trainer(tmp_path, model=model, trainer={"callbacks": [FixedPolicy(), CalibratedClippingCallback()]})
+    assert not any(isinstance(module, SwitchableLinear) for module in model.modules())
+    build_trainer(tmp_path, model=model)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"loss_type": "cispo"}, "does not read both clip bounds"),
+        ({"importance_sampling_level": "sequence"}, "one ratio per sequence"),
+        ({"delta": 1.5}, "delta=1.5 lies inside"),
+        ({"epsilon": 1.2}, "epsilon=1.2 puts"),
+        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0 adds noise"),
+    ],
+)
+def test_a_callback_of_ones_own_meets_the_same_conditions(settings, message, tmp_path):
+    callbacks = {"callbacks": [CalibratedClippingCallback()]}
+    with pytest.raises(ValueError, match=message):
+        build_trainer(tmp_path, trainer=callbacks, use_calibrated_clipping=False, steps_per_generation=4, **settings)
+
+
+def test_router_noise_and_adapter_dropout_of_any_name_are_refused(tmp_path):
+    from peft import LoHaConfig
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        vocab_size=len(VOCABULARY),
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=2,
+        router_jitter_noise=0.3,
+    )
+    with pytest.raises(ValueError, match="jitter_noise=0.3"):
+        build_trainer(tmp_path, model=MixtralForCausalLM(config))
+    peft_config = LoHaConfig(r=8, target_modules=["q_proj"], rank_dropout=0.3)
+    with pytest.raises(ValueError, match="rank_dropout=0.3"):
+        build_trainer(tmp_path, trainer={"peft_config": peft_config})
+
+
+@pytest.mark.parametrize("settings", [{"loss_type": "cispo"}, {"importance_sampling_level": "sequence"}])
+def test_losses_that_do_not_read_both_bounds_log_no_clip_metrics(settings, tmp_path):
+    trainer = build_trainer(tmp_path, use_calibrated_clipping=False, steps_per_generation=4, max_steps=4, **settings)
+    trainer.train()
+    keys = set().union(*trainer.state.log_history)
+    assert "entropy_bins/1_inf" in keys
+    assert not {key for key in keys if key.startswith("clip_bounds/") or key.startswith("clip_ratio/negative")}

@@ -102,6 +102,7 @@ class CalibratedClippingCallback(ClippingPolicy, ExportableState):
         self.clip_lower = clip_lower_init
         self.clip_upper = clip_upper_init
         self.num_completed_generation_batches = 0
+        self._begun: int | None = None  # number of the generation batch in hand
 
     @property
     def initial_bounds(self) -> tuple[float, float]:
@@ -145,6 +146,9 @@ class CalibratedClippingCallback(ClippingPolicy, ExportableState):
         saved = all_saved.setdefault(name, self.state())
         for attribute, value in saved["attributes"].items():
             setattr(self, attribute, value)
+        if state.global_step > 0:
+            # A trainer resumed in the process that was interrupted first trains on what is left of its old batch
+            self._begun = None
         arguments = self.state()["args"]
         changed = [
             f"{key}: {old} -> {arguments[key]}"
@@ -177,6 +181,7 @@ class CalibratedClippingCallback(ClippingPolicy, ExportableState):
         return number % self.calibration_interval == 0 and not trainer.args.ratios_are_one
 
     def on_generation_begin(self, trainer: "FP8GRPOTrainer") -> None:
+        self._begun = self.num_completed_generation_batches + 1
         trainer.clip_bounds = (self.clip_lower, self.clip_upper)
         if self._recalibrates(trainer):
             ref_lower, ref_upper = trainer.args.reference_bounds
@@ -187,6 +192,9 @@ class CalibratedClippingCallback(ClippingPolicy, ExportableState):
             )
 
     def on_generation_end(self, trainer: "FP8GRPOTrainer") -> None:
+        if self._begun is None:
+            return  # the batch began before this policy was (re)started: its statistics are partial
+        self._begun = None
         if self._recalibrates(trainer):
             bounds, ref_bounds = (self.clip_lower, self.clip_upper), trainer.args.reference_bounds
             assert trainer.clip_statistics is not None  # asked for at the begin of the batch

@@ -2,19 +2,26 @@
 
 import logging
 from collections.abc import Sized
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig
 
+from .callbacks import CalibratedClippingCallback
+from .clipping import ClipSearch
 from .config import FP8GRPOConfig
+from .config_checks import check_calibration
 
 
 if TYPE_CHECKING:
     from .trainer import FP8GRPOTrainer
 
 logger = logging.getLogger(__name__)
+
+# Fields of FP8GRPOConfig that build the default policy
+POLICY_SETTINGS = ("calibration_interval", "clip_lower_init", "clip_upper_init", *(f.name for f in fields(ClipSearch)))
 
 
 def check_arguments(args: Any, model: Any, quantization_config: Any) -> None:
@@ -74,28 +81,57 @@ def check_model(trainer: "FP8GRPOTrainer") -> None:
     """What the loaded model must not have."""
     args, model = trainer.args, trainer.model
     if args.use_calibrated_clipping or trainer._policies():
-        _refuse_dropout(model)
+        _refuse_noise(model)
     if args.fp8_recipe != "none":
         _refuse_quantised(model.config, type(model).__name__, args.fp8_recipe)
         _warn_vanishing_updates(model, args.learning_rate)
 
 
-def _refuse_dropout(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Dropout) and module.p > 0:
-            found, value = name, module.p
-        else:
-            # attention implementations read plain numbers such as `attention_dropout` in training mode
-            active = [(k, v) for k, v in vars(module).items() if "dropout" in k and isinstance(v, float) and v > 0]
-            if not active:
-                continue
-            found, value = f"{name}.{active[0][0]}".lstrip("."), active[0][1]
+def check_policies(trainer: "FP8GRPOTrainer") -> None:
+    """One clipping policy at most, whose conditions hold, and whose settings are not set in a place it ignores."""
+    args, policies = trainer.args, trainer._policies()
+    if len(policies) > 1:
+        names = ", ".join(type(policy).__name__ for policy in policies)
         raise ValueError(
-            f"Dropout is active ({found}={value}), so two forward passes of the same weights differ and every "
-            "importance ratio is noise; nothing can be calibrated. Set it to 0 in the model config (and lora_dropout "
-            "in the PEFT config), pass disable_dropout=True where it is an nn.Dropout, or set "
-            "use_calibrated_clipping=False."
+            f"callbacks holds {len(policies)} clipping policies ({names}), which would overwrite each other's bounds. "
+            "Pass one."
         )
+    if not policies:
+        return
+    if isinstance(policies[0], CalibratedClippingCallback):
+        check_calibration(args, policies[0].search)
+    defaults = {f.name: f.default for f in fields(FP8GRPOConfig)}
+    ignored = [name for name in POLICY_SETTINGS if getattr(args, name) != defaults[name]]
+    if ignored:
+        logger.warning(
+            f"{', '.join(ignored)} of FP8GRPOConfig have no effect: the clipping policy passed in callbacks "
+            f"({type(policies[0]).__name__}) has its own settings."
+        )
+
+
+def _refuse_noise(model: nn.Module) -> None:
+    """Refuse what makes two forward passes of the same weights differ."""
+    for name, module in model.named_modules():
+        for attribute, value in {
+            **vars(module),
+            **({"p": module.p} if isinstance(module, nn.Dropout) else {}),
+        }.items():
+            # nn.Dropout; the plain numbers attention reads in training mode; PEFT's, one per adapter; router noise
+            noisy = (
+                "dropout" in attribute
+                or "jitter" in attribute
+                or (attribute == "p" and isinstance(module, nn.Dropout))
+            )
+            values = value.values() if isinstance(value, dict) else [value]
+            found = [v for v in values if noisy and isinstance(v, float) and v > 0]
+            if found:
+                where = name if attribute == "p" else f"{name}.{attribute}".lstrip(".")
+                raise ValueError(
+                    f"Dropout is active ({where}={found[0]}), so two forward passes of the same weights differ and "
+                    "every importance ratio is noise; nothing can be calibrated. Set it to 0 in the model config (and "
+                    "in the PEFT config), pass disable_dropout=True where it is an nn.Dropout, or set "
+                    "use_calibrated_clipping=False."
+                )
 
 
 def _warn_vanishing_updates(model: nn.Module, learning_rate: float) -> None:

@@ -214,7 +214,7 @@ class FP8GRPOConfig(GRPOConfig):
         super().__post_init__()
         config_checks.check_rollout(self)
         if self.use_calibrated_clipping:
-            config_checks.check_calibration(self)
+            config_checks.check_calibration(self, self.clip_search)
 
     @property
     def reference_bounds(self) -> tuple[float, float]:
@@ -236,6 +236,11 @@ class FP8GRPOConfig(GRPOConfig):
         """Micro-batches (forward and backward passes per rank) that train on one generation batch."""
         assert self.steps_per_generation is not None  # set by GRPOConfig.__post_init__
         return self.steps_per_generation * self.num_iterations
+
+    @property
+    def reads_both_bounds(self) -> bool:
+        """Whether the loss clips token ratios at both bounds, A < 0 at the lower and A > 0 at the upper one."""
+        return self.loss_type in config_checks.CALIBRATED_LOSS_TYPES and self.importance_sampling_level == "token"
 
     @property
     def ratios_are_one(self) -> bool:

@@ -5,6 +5,8 @@ import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
+from .clipping import ClipSearch
+
 
 if TYPE_CHECKING:
     from .config import FP8GRPOConfig
@@ -70,11 +72,6 @@ def check_values(args: "FP8GRPOConfig", own_fields: Iterable[str]) -> None:
         value = getattr(args, name)
         if value is not None and not (math.isfinite(value) and value > 0):
             raise ValueError(f"{name}={value} is no trust region: it clips every ratio or none. Set a number > 0.")
-    if args.epsilon >= 1 and args.use_calibrated_clipping:
-        raise ValueError(
-            f"epsilon={args.epsilon} puts the lower reference bound at {1 - args.epsilon}, where no ratio is ever "
-            "clipped and nothing can be calibrated. Set 0 < epsilon < 1, or use_calibrated_clipping=False."
-        )
     if args.calibration_interval < 1:
         raise ValueError(
             f"calibration_interval={args.calibration_interval} never comes round. Set a number of generation "
@@ -174,7 +171,8 @@ def _check_stock_features(args: "FP8GRPOConfig") -> None:
         )
 
 
-def check_calibration(args: "FP8GRPOConfig") -> None:
+def check_calibration(args: "FP8GRPOConfig", search: ClipSearch) -> None:
+    """What Calibrated Clipping over `search` cannot be combined with."""
     if args.loss_type not in CALIBRATED_LOSS_TYPES:
         raise ValueError(
             f"loss_type={args.loss_type!r} does not read both clip bounds, so calibrating them changes nothing. "
@@ -185,10 +183,20 @@ def check_calibration(args: "FP8GRPOConfig") -> None:
             f"importance_sampling_level={args.importance_sampling_level!r} clips one ratio per sequence, and "
             "calibration is built for token ratios. Use 'token', or use_calibrated_clipping=False."
         )
-    if args.delta is not None and args.delta <= args.clip_upper_max:
+    if args.neftune_noise_alpha:
+        raise ValueError(
+            f"neftune_noise_alpha={args.neftune_noise_alpha} adds noise to every forward pass, so every importance "
+            "ratio is noise and nothing can be calibrated. Leave it unset, or set use_calibrated_clipping=False."
+        )
+    if args.epsilon >= 1:
+        raise ValueError(
+            f"epsilon={args.epsilon} puts the lower reference bound at {1 - args.epsilon}, where no ratio is ever "
+            "clipped and nothing can be calibrated. Set 0 < epsilon < 1, or use_calibrated_clipping=False."
+        )
+    if args.delta is not None and args.delta <= search.clip_upper_max:
         raise ValueError(
             f"delta={args.delta} lies inside the search interval of the upper bound (clip_upper_max="
-            f"{args.clip_upper_max}), so the bounds would cross. Set delta above clip_upper_max, or lower "
+            f"{search.clip_upper_max}), so the bounds would cross. Set delta above clip_upper_max, or lower "
             "clip_upper_max."
         )
 

@@ -126,7 +126,7 @@ def measure_rollout(rollout: Mapping[str, Any], mode: Any) -> tuple[dict[str, Me
 
 def measure(
     batch: MicroBatch,
-    bounds: tuple[float, float],
+    bounds: tuple[float, float] | None,
     ref_bounds: tuple[float, float],
     statistics: ClipStatistics | None = None,
     ref_is_weight: Tensor | None = None,
@@ -135,7 +135,8 @@ def measure(
 
     Args:
         batch: the micro-batch.
-        bounds: `(L, H)` in force.
+        bounds: `(L, H)` in force; `None` for a loss that does not clip token ratios at both, whose clip metrics would
+            lie.
         ref_bounds: `(1 - epsilon, 1 + epsilon_high)`.
         statistics: to be updated in place.
         ref_is_weight (`Tensor` of shape `(B, T)`, *optional*): w with the BF16 old policy.
@@ -143,11 +144,10 @@ def measure(
     log_ratio = batch.per_token_logps - batch.old_per_token_logps
     ratio, ref_ratio = torch.exp(log_ratio), None
     negative, positive = diagnostics.signs(batch.advantages, batch.kept)
-    metrics: dict[str, Metric] = {
-        "clip_bounds/lower": bounds[0],
-        "clip_bounds/upper": bounds[1],
-        **diagnostics.clip_shares(ratio, negative, positive, bounds, ref_bounds),
-    }
+    metrics: dict[str, Metric] = {}
+    if bounds is not None:
+        metrics |= {"clip_bounds/lower": bounds[0], "clip_bounds/upper": bounds[1]}
+        metrics |= diagnostics.clip_shares(ratio, negative, positive, bounds, ref_bounds)
     if batch.entropies is not None:
         metrics |= diagnostics.entropy_bins(batch.entropies, batch.mask)
     if batch.old_per_token_logps is not batch.per_token_logps and not batch.moved:

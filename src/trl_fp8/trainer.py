@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any, cast
 
 import torch
@@ -13,7 +12,7 @@ from trl import GRPOTrainer
 from . import checks, kernels, rollout
 from .alarms import mismatch_alarms
 from .callbacks import CalibratedClippingCallback, ClippingPolicy
-from .clipping import ClipSearch, ClipStatistics, importance_weight
+from .clipping import ClipStatistics, importance_weight
 from .config import FP8GRPOConfig
 from .diagnostics import upper_tail
 from .float8 import ConversionReport, convert_model
@@ -60,7 +59,7 @@ class FP8GRPOTrainer(GRPOTrainer):
         self._capture: Capture | None = None
         self._collected: ClipStatistics | None = None
         self._collect_shadow = False
-        self._generation_step = -1
+        self._weights_moved = False  # since the generation batch in hand was generated
         self._shadow_watch = Stopwatch()
         self.clip_statistics: ClipStatistics | None = None
         self.conversion_report: ConversionReport | None = None
@@ -84,6 +83,7 @@ class FP8GRPOTrainer(GRPOTrainer):
         self._prepared, args = True, self.args
         checks.check_datasets(self)
         checks.check_model(self)
+        checks.check_policies(self)
         if args.fp8_recipe != "none":
             self.conversion_report = convert_model(
                 self.model,
@@ -96,24 +96,9 @@ class FP8GRPOTrainer(GRPOTrainer):
         return self.conversion_report
 
     def _add_policy(self) -> None:
-        policies = self._policies()
-        if len(policies) > 1:
-            names = ", ".join(type(policy).__name__ for policy in policies)
-            raise ValueError(
-                f"callbacks holds {len(policies)} clipping policies ({names}), which would overwrite each other's "
-                "bounds. Pass one."
-            )
-        names = ["calibration_interval", "clip_lower_init", "clip_upper_init", *(f.name for f in fields(ClipSearch))]
-        if policies:
-            defaults = {f.name: f.default for f in fields(FP8GRPOConfig)}
-            ignored = [name for name in names if getattr(self.args, name) != defaults[name]]
-            if ignored:
-                logger.warning(
-                    f"{', '.join(ignored)} of FP8GRPOConfig have no effect: the clipping policy passed in callbacks "
-                    f"({type(policies[0]).__name__}) has its own settings."
-                )
-        elif self.args.use_calibrated_clipping:
-            self.add_callback(CalibratedClippingCallback(**{name: getattr(self.args, name) for name in names}))
+        if not self._policies() and self.args.use_calibrated_clipping:
+            settings = {name: getattr(self.args, name) for name in checks.POLICY_SETTINGS}
+            self.add_callback(CalibratedClippingCallback(**settings))
         for policy in self._policies():
             if policy.initial_bounds is not None:
                 self.clip_bounds = policy.initial_bounds
@@ -192,7 +177,7 @@ class FP8GRPOTrainer(GRPOTrainer):
         self._collected, self._collect_shadow, self._shadow_watch = None, False, Stopwatch()
         for policy in self._policies():
             policy.on_generation_begin(self)
-        self._generation_step = self.state.global_step
+        self._weights_moved = False
         self._capture = capture = Capture(shadow=self._collect_shadow)
         try:
             output = super()._generate_and_score_completions(inputs)
@@ -227,13 +212,13 @@ class FP8GRPOTrainer(GRPOTrainer):
         if not self.model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         # Before the first optimizer step on a batch the weights are those of the first shadow pass
-        moved = self.state.global_step != self._generation_step
-        self._capture = capture = Capture(shadow="shadow_old_per_token_logps" in inputs and moved)
+        shadow = "shadow_old_per_token_logps" in inputs and self._weights_moved
+        self._capture = capture = Capture(shadow=shadow)
         try:
             loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         finally:
             self._capture = None
-        self._measure(inputs, capture, moved)
+        self._measure(inputs, capture)
         return loss
 
     def training_step(self, model, inputs, num_items_in_batch):
@@ -241,6 +226,7 @@ class FP8GRPOTrainer(GRPOTrainer):
         if self._step % self.args.micro_batches_per_generation == 0:
             self._end_generation()
         if self.accelerator.sync_gradients:
+            self._weights_moved = True  # by the optimizer step that follows
             self._window.reduce(self._sum_over_ranks)
         return output
 
@@ -268,10 +254,10 @@ class FP8GRPOTrainer(GRPOTrainer):
         return output
 
     @torch.no_grad()
-    def _measure(self, inputs: dict[str, Any], capture: Capture, moved: bool) -> None:
+    def _measure(self, inputs: dict[str, Any], capture: Capture) -> None:
         """Metrics and statistics of one micro-batch, from what the loss computed anyway (and the shadow pass)."""
         weighted = self.use_vllm and self.vllm_importance_sampling_correction
-        batch = MicroBatch.from_loss(inputs, capture, weighted, moved)
+        batch = MicroBatch.from_loss(inputs, capture, weighted, self._weights_moved)
         ref_weight = None
         if weighted and batch.shadow_old is not None:
             ref_weight = importance_weight(
@@ -282,7 +268,8 @@ class FP8GRPOTrainer(GRPOTrainer):
                 clip_min=self.vllm_importance_sampling_clip_min,
                 clip_max=self.vllm_importance_sampling_clip_max,
             )
-        self.record_metrics(measure(batch, self.clip_bounds, self.args.reference_bounds, self._collected, ref_weight))
+        bounds = self.clip_bounds if self.args.reads_both_bounds else None
+        self.record_metrics(measure(batch, bounds, self.args.reference_bounds, self._collected, ref_weight))
 
     def _sum_over_ranks(self, tensor: Tensor) -> Tensor:
         return cast(Tensor, self.accelerator.reduce(tensor, reduction="sum"))
