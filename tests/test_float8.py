@@ -265,6 +265,40 @@ def test_zero_rows_and_zero_weights_give_no_nan(recipe, bf16):
         assert torch.equal(layer(x.detach()), linear.bias.expand(4, -1))
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("bf16", [False, True])
+def test_no_token_gives_no_output_and_zero_gradients(recipe, bf16):
+    layer = layer_factory(recipe, "none", True)(nn.Linear(64, 32))
+    x = torch.randn(2, 0, 64, requires_grad=True)
+    with autocast(bf16):
+        output = layer(x)
+    assert output.shape == (2, 0, 32)
+    output.float().sum().backward()
+    assert x.grad.shape == x.shape
+    assert not layer.weight.grad.any()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_rows_need_not_be_contiguous_nor_two_dimensional(recipe):
+    torch.manual_seed(0)
+    layer = layer_factory(recipe, "none", True)(nn.Linear(64, 32))
+    for x in (
+        torch.randn(3, 64, 5).transpose(1, 2),
+        torch.randn(64, 4).t(),
+        torch.randn(64),
+        torch.randn(2, 3, 4, 64),
+    ):
+        view = x.detach().requires_grad_()
+        plain = x.contiguous().detach().requires_grad_()
+        outputs = [layer(each) for each in (view, plain)]
+        assert torch.equal(*outputs)
+        assert outputs[0].shape == (*x.shape[:-1], 32)
+        gradient = torch.randn(outputs[0].transpose(0, -1).shape).transpose(0, -1)  # not contiguous either
+        outputs[0].backward(gradient)
+        outputs[1].backward(gradient.contiguous())
+        assert torch.equal(view.grad, plain.grad)
+
+
 def test_emulation_is_resolved_by_device(monkeypatch, caplog):
     cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
     assert resolve_emulation("rowwise", None, cpu)

@@ -151,17 +151,12 @@ class BlockwiseLinear(SwitchableLinear):
         layer.weight, layer.bias, layer.config = linear.weight, linear.bias, config
         return layer
 
-    def quantized_matmul(self, input: Tensor, weight: Tensor) -> Tensor:
-        x = input.reshape(-1, input.shape[-1])
+    def quantized_matmul(self, rows: Tensor, weight: Tensor) -> Tensor:
+        if not self.config.emulate:
+            return _kernel_matmul(rows, weight)
         # Autocast would multiply the dequantised operands in BF16
-        with torch.autocast(x.device.type, enabled=False):
-            if x.shape[0] == 0:
-                output = x @ weight.t()  # no token: nothing to scale, and the gradients are zeros
-            elif self.config.emulate:
-                output = _EmulatedMatmul.apply(x, weight, self.config.power_of_2)
-            else:
-                output = _kernel_matmul(x, weight)
-        return output.reshape(*input.shape[:-1], weight.shape[0])
+        with torch.autocast(rows.device.type, enabled=False):
+            return _EmulatedMatmul.apply(rows, weight, self.config.power_of_2)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, blockwise 1x{BLOCK}/{BLOCK}x{BLOCK}"

@@ -45,8 +45,8 @@ _ROUTER_NAMES = ("gate", "router", "shared_expert_gate")
 class SwitchableFloat8Linear(SwitchableLinear, Float8Linear):
     """TorchAO's `Float8Linear`; its own forward quantises the FP32 master and reads one autocast dtype everywhere."""
 
-    def quantized_matmul(self, input: Tensor, weight: Tensor) -> Tensor:
-        return matmul_with_hp_or_float8_args.apply(input, weight.t(), self.linear_mm_config, self.config)
+    def quantized_matmul(self, rows: Tensor, weight: Tensor) -> Tensor:
+        return matmul_with_hp_or_float8_args.apply(rows, weight.t(), self.linear_mm_config, self.config)
 
 
 @dataclasses.dataclass(frozen=True)

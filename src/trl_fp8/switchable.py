@@ -13,8 +13,8 @@ class SwitchableLinear(nn.Linear):
     high_precision = False
     """Set by [`~trl_fp8.float8.high_precision`]."""
 
-    def quantized_matmul(self, input: Tensor, weight: Tensor) -> Tensor:
-        """`input` `(..., K)` times `weight` `(N, K)`, both in the dtype to compute in, through FP8: `(..., N)`."""
+    def quantized_matmul(self, rows: Tensor, weight: Tensor) -> Tensor:
+        """`rows` `(M, K)`, M > 0, times `weight` `(N, K)` through FP8, both in the dtype to compute in: `(M, N)`."""
         raise NotImplementedError
 
     def forward(self, input: Tensor) -> Tensor:
@@ -24,5 +24,8 @@ class SwitchableLinear(nn.Linear):
         if torch.is_autocast_enabled(input.device.type):
             dtype = torch.get_autocast_dtype(input.device.type)
             input, weight = input.to(dtype), weight.to(dtype)
-        output = self.quantized_matmul(input, weight)
+        rows = input.reshape(-1, input.shape[-1])
+        # Without a token there is nothing to scale, and all gradients are zeros
+        output = self.quantized_matmul(rows, weight) if rows.shape[0] else rows @ weight.t()
+        output = output.reshape(*input.shape[:-1], weight.shape[0])
         return output if self.bias is None else output + self.bias.to(output.dtype)
