@@ -13,10 +13,10 @@ FAST := not slow and not gpu and not vllm
 # One thread a process: the tests' matrices are tiny, and xdist uses the cores.
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
 
-.PHONY: help venv venv-vllm quickstart test test-slow test-gpu test-vllm lint type fmt
+.PHONY: help venv venv-vllm quickstart quickstart-vllm test test-slow test-gpu test-vllm lint type fmt
 
 help:
-	@echo "make venv | venv-vllm | quickstart | test | test-slow | test-gpu | test-vllm | lint | type | fmt"
+	@echo "make venv | venv-vllm | quickstart | quickstart-vllm | test | test-slow | test-gpu | test-vllm | lint | type | fmt"
 
 venv: $(STAMP)
 
@@ -65,6 +65,11 @@ $(VLLM_STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 venv-vllm: $(VLLM_STAMP)
+
+# FP8 on both sides, on a CPU: eager and with a small cache, so that the engine starts in seconds.
+quickstart-vllm: $(VLLM_STAMP)
+	VLLM_LOGGING_LEVEL=ERROR $(VLLM_PY) examples/grpo_fp8.py --use_vllm --vllm_gpu_memory_utilization 0.1 \
+		--vllm_engine_kwargs '{"enforce_eager": true, "kv_cache_memory_bytes": 134217728}'
 
 # Importing vLLM raises warnings of other packages, so they are no errors here. One process: engines share its groups.
 test-vllm: $(VLLM_STAMP)

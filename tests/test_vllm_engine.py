@@ -52,6 +52,13 @@ def test_auto_quantises_the_engine_of_the_default_recipe(engine):
     assert config.cache_config.cache_dtype == "auto"
 
 
+def test_the_engine_computes_in_the_trainers_dtype(folder):
+    model = build_policy()
+    save_policy(model, folder / "fp16", torch.float16)
+    config = start_engine(model, folder, bf16=True).llm.llm_engine.model_config
+    assert config.dtype == torch.bfloat16
+
+
 def test_every_engine_argument_of_trl_has_an_owner(policy, folder, monkeypatch):
     seen = {}
 

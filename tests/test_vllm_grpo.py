@@ -9,8 +9,7 @@ pytest.importorskip("vllm")
 from conftest import RUN, build_dataset, build_tokenizer, digits_reward
 from vllm_helpers import ENGINE_KWARGS, build_policy, keep_alive, save_policy, score
 
-from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer
-from trl_fp8.rollout import check_cache_scales
+from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer, _upstream
 
 
 pytestmark = pytest.mark.vllm
@@ -65,7 +64,7 @@ def test_the_engine_was_synced_once_per_generation_batch(finished):
     # float32 masters, sent before generation batches 1 and 2
     num_bytes = 4 * sum(p.numel() for p in finished.model.parameters())
     assert logged(finished, "rollout/sync_bytes") == [num_bytes] * 2
-    assert all(0 < seconds < 5 for seconds in logged(finished, "rollout/sync_time"))
+    assert all(seconds > 0 for seconds in logged(finished, "rollout/sync_time"))
 
 
 def test_the_mismatch_is_logged_once_per_generation_batch(finished):
@@ -176,7 +175,7 @@ def fp8_cache(tmp_path):
     return build_vllm_trainer(tmp_path, vllm_kv_cache_dtype="fp8", max_steps=4)
 
 
-def test_an_fp8_cache_rolls_out_and_its_scales_are_checked(fp8_cache):
+def test_an_fp8_cache_rolls_out_and_its_scales_are_checked(fp8_cache, monkeypatch):
     engine = fp8_cache.vllm_generation
     assert engine.llm.llm_engine.vllm_config.cache_config.cache_dtype == "fp8"
     fp8_cache.train()
@@ -185,9 +184,15 @@ def test_an_fp8_cache_rolls_out_and_its_scales_are_checked(fp8_cache):
     def zero(model):
         model.model.layers[1].self_attn.attn._k_scale.zero_()
 
-    engine.llm.apply_model(zero)
+    reload_weights = _upstream.reload_weights
+
+    def reload_and_lose_a_scale(worker, weights):
+        reload_weights(worker, weights)
+        zero(worker.model_runner.model)
+
+    monkeypatch.setattr(_upstream, "reload_weights", reload_and_lose_a_scale)
     with pytest.raises(RuntimeError, match=r"scale model.layers.1.self_attn.attn._k_scale is \[0.0\]"):
-        engine.llm.apply_model(check_cache_scales)
+        engine.sync_weights()
 
 
 def test_adapters_train_in_front_of_an_fp8_engine(tmp_path):

@@ -90,7 +90,7 @@ def test_a_sync_is_timed_and_its_bytes_are_counted(policy, engine, records):
     engine.sync_weights()
     (metrics,) = records
     assert metrics["rollout/sync_bytes"] == (sum(p.numel() * 4 for p in policy.parameters()), 1.0)
-    assert 0 < metrics["rollout/sync_time"][0] < 10
+    assert metrics["rollout/sync_time"][0] > 0
 
 
 def test_a_lost_parameter_is_refused_before_anything_is_loaded(policy, engine, first_weights):
