@@ -114,11 +114,11 @@ def test_a_search_that_cannot_work_says_what_to_set(settings, message):
 @pytest.mark.parametrize(
     ("start", "message"),
     [
-        ((0.49, 1.8), r"clip_lower_init=0.49 .* \[0.5, 0.9\].* widen the interval with clip_lower_min"),
-        ((0.91, 1.8), r"clip_lower_init=0.91 .* \[0.5, 0.9\].* widen the interval with clip_lower_min"),
+        ((0.49, 1.8), r"clip_lower_init=0.49 .* \[0.5, 0.9\].* widen it with clip_lower_min"),
+        ((0.91, 1.8), r"clip_lower_init=0.91 .* \[0.5, 0.9\].* widen it with clip_lower_min"),
         ((math.nan, 1.8), r"clip_lower_init=nan"),
-        ((0.6, 1.19), r"clip_upper_init=1.19 .* \[1.2, 2.0\].* widen the interval with clip_upper_min"),
-        ((0.6, 2.01), r"clip_upper_init=2.01 .* \[1.2, 2.0\].* widen the interval with clip_upper_min"),
+        ((0.6, 1.19), r"clip_upper_init=1.19 .* \[1.2, 2.0\].* widen it with clip_upper_min"),
+        ((0.6, 2.01), r"clip_upper_init=2.01 .* \[1.2, 2.0\].* widen it with clip_upper_min"),
     ],
 )
 def test_a_start_outside_its_interval_is_refused(start, message):

@@ -133,6 +133,21 @@ def test_adapter_layers_are_kept_and_their_base_is_converted(tiny_model):
     assert torch.isfinite(model(ids).logits).all()  # lora_B is 0: an amax of 0 must not divide
 
 
+@pytest.mark.parametrize("name", ["router", "router_gate", "gate"])
+def test_routers_of_other_names_and_inner_layers_are_kept(name):
+    model = build_model()
+    setattr(model.model.layers[0].mlp, name, nn.Sequential(nn.Linear(64, 16)))
+    assert convert_model(model, "rowwise").kept[f"model.layers.0.mlp.{name}.0"] == "router"
+
+
+def test_a_layer_of_several_names_and_a_model_that_is_one_are_refused(tiny_model):
+    tiny_model.model.layers[1].mlp.up_proj = tiny_model.model.layers[0].mlp.up_proj
+    with pytest.raises(ValueError, match="has several names"):
+        convert_model(tiny_model, "rowwise")
+    with pytest.raises(ValueError, match="is the model itself"):
+        convert_model(nn.Linear(64, 64), "rowwise")
+
+
 def test_converting_twice_is_refused(tiny_model):
     convert_model(tiny_model, "rowwise")
     with pytest.raises(ValueError, match="already has FP8 linear layers"):

@@ -486,8 +486,46 @@ def test_two_policies_are_refused(tmp_path):
 
 def test_a_policy_cannot_ask_for_a_shadow_where_every_ratio_is_one(tmp_path):
     trainer = build_trainer(tmp_path, steps_per_generation=1)
+    trainer._beginning = True
     with pytest.raises(ValueError, match="every ratio is 1"):
         trainer.collect_clip_statistics([0.8], [1.2], shadow=True)
+
+
+def test_statistics_are_asked_for_at_the_begin_only(tmp_path):
+    trainer = build_trainer(tmp_path)
+    with pytest.raises(RuntimeError, match="outside on_generation_begin"):
+        trainer.collect_clip_statistics([0.8], [1.2], shadow=False)
+
+
+def test_a_second_policy_added_later_is_refused(tmp_path):
+    trainer = build_trainer(tmp_path, max_steps=1)
+    trainer.add_callback(FixedPolicy())
+    with pytest.raises(ValueError, match="2 clipping policies"):
+        trainer.train()
+
+
+def test_bounds_must_stay_below_delta(tmp_path):
+    trainer = build_trainer(tmp_path, delta=2.5)
+    with pytest.raises(ValueError, match="reach delta=2.5"):
+        trainer.clip_bounds = (0.8, 3.0)
+
+
+def test_a_micro_batch_whose_backward_fails_counts_once(tmp_path, monkeypatch):
+    recorder = Recorder(monkeypatch)
+    trainer = build_trainer(tmp_path, **CALIBRATED)
+    backward, calls = trainer.accelerator.backward, []
+
+    def fails_once(loss, **kwargs):
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("out of memory")
+        return backward(loss, **kwargs)
+
+    monkeypatch.setattr(trainer.accelerator, "backward", fails_once)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        trainer.train()
+    trainer.train()
+    assert len(recorder.batches) == 4 + 1  # the batch, and the first micro-batch of the next
 
 
 def test_bounds_must_enclose_one(tmp_path):

@@ -77,7 +77,8 @@ def _quantize(x: Tensor, amax: Tensor, power_of_2: bool) -> tuple[Tensor, Tensor
     # float64: one correctly rounded division, as torchao's kernels do it
     scale = (FORMAT_MAX / amax.double().clamp(min=_SMALLEST_MAX)).float()
     if power_of_2:
-        scale = torch.exp2(torch.floor(torch.log2(scale)))
+        # exactly the power of two below; a rounded logarithm can reach the one above
+        scale = torch.ldexp(torch.ones_like(scale), torch.frexp(scale).exponent - 1)
     quantized = (x * scale).clamp(-FORMAT_MAX, FORMAT_MAX).to(FORMAT)
     return quantized, 1.0 / scale
 

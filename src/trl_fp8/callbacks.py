@@ -27,7 +27,10 @@ class ClippingPolicy(TrainerCallback):
 
     Inside the two events a policy may use `trainer.clip_bounds` (get and set), `trainer.record_metrics({...})`, at the
     begin `trainer.collect_clip_statistics(lower_points, upper_points, shadow=...)`, and at the end
-    `trainer.clip_statistics`, which then holds what the call at the begin asked for, summed over all ranks.
+    `trainer.clip_statistics`, which then holds what the call at the begin asked for, summed over all ranks
+    ([`~trl_fp8.clip_statistics.ClipStatistics`]; `.numbers()` gives counts and sums by point, see
+    [`~trl_fp8.clip_statistics.SideNumbers`]). State is saved with checkpoints by inheriting from transformers'
+    `ExportableState` too, and restored in `on_train_begin`; [`CalibratedClippingCallback`] shows how.
     """
 
     @property
@@ -80,14 +83,13 @@ class CalibratedClippingCallback(ClippingPolicy, ExportableState):
         clip_upper_max_change: float = 0.1,
         rebalance_with: Literal["smoothed", "target"] = "smoothed",
     ):
-        if not calibration_interval >= 1:
+        if isinstance(calibration_interval, bool) or not (calibration_interval == int(calibration_interval) >= 1):
             raise ValueError(
-                f"calibration_interval={calibration_interval} never comes round. Set a number of generation "
-                "batches >= 1."
+                f"calibration_interval={calibration_interval} is no whole number of generation batches. Set one >= 1."
             )
-        self.calibration_interval = calibration_interval
-        self.clip_lower_init = clip_lower_init
-        self.clip_upper_init = clip_upper_init
+        self.calibration_interval = int(calibration_interval)
+        self.clip_lower_init = float(clip_lower_init)
+        self.clip_upper_init = float(clip_upper_init)
         self.search = ClipSearch(
             clip_lower_min,
             clip_lower_max,
@@ -99,8 +101,8 @@ class CalibratedClippingCallback(ClippingPolicy, ExportableState):
             rebalance_with,
         )
         self.search.check_start(clip_lower_init, clip_upper_init)
-        self.clip_lower = clip_lower_init
-        self.clip_upper = clip_upper_init
+        self.clip_lower = self.clip_lower_init
+        self.clip_upper = self.clip_upper_init
         self.num_completed_generation_batches = 0
         self._begun: int | None = None  # number of the generation batch in hand
 
@@ -111,12 +113,14 @@ class CalibratedClippingCallback(ClippingPolicy, ExportableState):
 
     def announcement(self, args: Any) -> str:
         """When the first recalibration falls, in generation batches and optimizer steps."""
+        if args.ratios_are_one:
+            return "nothing to recalibrate, every ratio is 1"
         step = math.ceil(
             self.calibration_interval * args.micro_batches_per_generation / args.gradient_accumulation_steps
         )
         return (
             f"first recalibration after generation batch {self.calibration_interval} (optimizer step {step}), then "
-            f"every {self.calibration_interval} batches"
+            f"every {self.calibration_interval}"
         )
 
     def state(self) -> dict:
@@ -144,16 +148,21 @@ class CalibratedClippingCallback(ClippingPolicy, ExportableState):
             )
         # setdefault: HF updates an entry at each save and fails if the checkpoint it resumed from had none
         saved = all_saved.setdefault(name, self.state())
-        for attribute, value in saved["attributes"].items():
-            setattr(self, attribute, value)
+        for attribute in self.state()["attributes"]:
+            setattr(self, attribute, saved["attributes"][attribute])
         if state.global_step > 0:
             # A trainer resumed in the process that was interrupted first trains on what is left of its old batch
             self._begun = None
+            if state.is_world_process_zero:
+                print(  # noqa: T201 - the start-up line said where a fresh run would begin
+                    f"{name}: resumed with clip bounds [{self.clip_lower:.4g}, {self.clip_upper:.4g}] after "
+                    f"{self.num_completed_generation_batches} generation batches."
+                )
         arguments = self.state()["args"]
         changed = [
             f"{key}: {old} -> {arguments[key]}"
             for key, old in saved["args"].items()
-            if key in arguments and arguments[key] != old
+            if key in arguments and arguments[key] != old and not key.endswith("_init")  # only where a run begins
         ]
         if changed:
             logger.warning(f"{name}: settings differ from the checkpoint's, the new ones hold ({', '.join(changed)}).")

@@ -1,6 +1,7 @@
 """Refusals and warnings that need the model, the data or the trainer. Settings alone are checked in `config.py`."""
 
 import logging
+import math
 from collections.abc import Sized
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
@@ -98,6 +99,13 @@ def check_policies(trainer: "FP8GRPOTrainer") -> None:
         )
     if not policies:
         return
+    if not args.reads_both_bounds:
+        raise ValueError(
+            f"{type(policies[0]).__name__} moves both clip bounds, but loss_type={args.loss_type!r} with "
+            f"importance_sampling_level={args.importance_sampling_level!r} does not clip token ratios at both (it "
+            "does not read both clip bounds, or clips one ratio per sequence). Use loss_type grpo, bnpo, dr_grpo or "
+            "dapo at token level, or no policy."
+        )
     if isinstance(policies[0], CalibratedClippingCallback):
         check_calibration(args, policies[0].search)
     defaults = {f.name: f.default for f in fields(FP8GRPOConfig)}
@@ -116,7 +124,7 @@ def _refuse_noise(model: nn.Module) -> None:
             **vars(module),
             **({"p": module.p} if isinstance(module, nn.Dropout) else {}),
         }.items():
-            # nn.Dropout; the plain numbers attention reads in training mode; PEFT's, one per adapter; router noise
+            # nn.Dropout; plain numbers that attention reads in training mode; PEFT's, one per adapter; router noise
             noisy = (
                 "dropout" in attribute
                 or "jitter" in attribute
@@ -151,6 +159,36 @@ def _warn_vanishing_updates(model: nn.Module, learning_rate: float) -> None:
                     "(model_init_kwargs={'dtype': 'float32'}); matmuls run in FP8/BF16 all the same."
                 )
             return
+
+
+def check_bounds(lower: float, upper: float, delta: float | None) -> None:
+    """Refuse bounds no loss can clip at."""
+    if not 0 < lower < 1 < upper < math.inf:
+        raise ValueError(
+            f"clip_bounds=({lower}, {upper}) do not enclose the ratio 1 of an unchanged policy. Set 0 < lower < 1 < "
+            "upper, finite."
+        )
+    if delta is not None and upper >= delta:
+        raise ValueError(
+            f"clip_bounds=({lower}, {upper}) reach delta={delta}, TRL's cap on the ratio of negative-advantage "
+            "tokens, so the bounds would cross. Keep the upper bound below delta."
+        )
+
+
+def check_collection(args: FP8GRPOConfig, beginning: bool, shadow: bool) -> None:
+    """Refuse statistics that would miss part of a batch, or a shadow pass that has nothing to find."""
+    if not beginning:
+        raise RuntimeError(
+            "collect_clip_statistics was called outside on_generation_begin, so part of the batch would be missed. "
+            "Call it in on_generation_begin, and read trainer.clip_statistics in on_generation_end."
+        )
+    if shadow and args.ratios_are_one:
+        raise ValueError(
+            "shadow=True asks for BF16 ratios, but with gradient_accumulation_steps="
+            f"{args.gradient_accumulation_steps} and steps_per_generation * num_iterations="
+            f"{args.micro_batches_per_generation} each generation batch gets one update and every ratio is 1. Raise "
+            "steps_per_generation or num_iterations, or ask for no shadow pass."
+        )
 
 
 def check_rewards(rewards: Tensor, names: list[str]) -> None:

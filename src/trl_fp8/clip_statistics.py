@@ -6,6 +6,7 @@ ranks, and a sum over any range between points is read off them exactly.
 
 import math
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -54,6 +55,7 @@ class ClipStatistics:
             ref_is_weight (same, *optional*): w with the BF16 pi_old.
         """
         shape = mask.shape
+        _check_shapes(shape, ratio, ref_ratio, advantages, is_weight, ref_is_weight)
         advantages = (advantages.unsqueeze(1) if advantages.dim() == 1 else advantages).double().expand(shape)
         keep = mask.bool() & (advantages != 0)
         weight = _weight(is_weight, ratio)
@@ -100,17 +102,39 @@ class ClipStatistics:
         """The statistics on the host, as plain numbers (one device synchronisation)."""
         size = 2 * (len(self.lower_points) + 1) + 2 * (len(self.upper_points) + 1)
         values = [0.0] * (2 * size + 1) if self.flat is None else self.flat.tolist()
-        policy = _SideNumbers.from_bins(values[:size], self.lower_points, self.upper_points)
-        reference = _SideNumbers.from_bins(values[size : 2 * size], self.lower_points, self.upper_points)
+        policy = SideNumbers.from_bins(values[:size], self.lower_points, self.upper_points)
+        reference = SideNumbers.from_bins(values[size : 2 * size], self.lower_points, self.upper_points)
         return ClipNumbers(policy, reference, num_nonfinite=int(values[-1]))
+
+
+def _check_shapes(shape, ratio, ref_ratio, advantages, is_weight, ref_is_weight) -> None:
+    """Broadcasting would give a wrong decision and no error: every tensor has the shape its docstring says."""
+    rows = (*shape[:1], 1)
+    for name, tensor, allowed in (
+        ("ratio", ratio, (shape,)),
+        ("ref_ratio", ref_ratio, (shape,)),
+        ("advantages", advantages, (shape[:1], rows, shape)),
+        ("is_weight", is_weight, (rows, shape)),
+        ("ref_is_weight", ref_is_weight, (rows, shape)),
+    ):
+        if tensor is not None and (len(shape) != 2 or tensor.shape not in allowed):
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)} and mask {tuple(shape)}, so they do not belong to the same "
+                f"tokens. Pass mask as (B, T) and {name} as one of {[tuple(s) for s in allowed]}."
+            )
 
 
 def _weight(weight: Tensor | None, ratio: Tensor) -> Tensor:
     return torch.ones((1, 1), dtype=torch.float64, device=ratio.device) if weight is None else weight.double()
 
 
+def _sums_above(points: list[float], bins: list[float]) -> dict[float, float]:
+    """Sum of the bins right of each point."""
+    return dict(zip(points, list(accumulate(reversed(bins)))[-2::-1], strict=True))
+
+
 @dataclass(frozen=True)
-class _SideNumbers:
+class SideNumbers:
     """Cumulative statistics of one forward (FP8 or BF16), keyed by point."""
 
     num_negative: int
@@ -121,7 +145,7 @@ class _SideNumbers:
     positive_sum: dict[float, float]  # h -> P(h)
 
     @classmethod
-    def from_bins(cls, bins: list[float], lower_points: list[float], upper_points: list[float]) -> "_SideNumbers":
+    def from_bins(cls, bins: list[float], lower_points: list[float], upper_points: list[float]) -> "SideNumbers":
         n_lower, n_upper = len(lower_points) + 1, len(upper_points) + 1
         negative_count, negative_mass = bins[:n_lower], bins[n_lower : 2 * n_lower]
         positive_count, positive_mass = bins[2 * n_lower : 2 * n_lower + n_upper], bins[2 * n_lower + n_upper :]
@@ -129,10 +153,10 @@ class _SideNumbers:
         return cls(
             num_negative=int(sum(negative_count)),
             num_positive=int(sum(positive_count)),
-            lower_clipped={c: int(sum(negative_count[: i + 1])) for i, c in enumerate(lower_points)},
-            negative_sum={c: sum(negative_mass[i + 1 :]) for i, c in enumerate(lower_points)},
-            upper_clipped={h: int(sum(positive_count[i + 1 :])) for i, h in enumerate(upper_points)},
-            positive_sum={h: sum(positive_mass[: i + 1]) for i, h in enumerate(upper_points)},
+            lower_clipped=dict(zip(lower_points, map(int, accumulate(negative_count)), strict=False)),
+            negative_sum=_sums_above(lower_points, negative_mass),
+            upper_clipped={h: int(n) for h, n in _sums_above(upper_points, positive_count).items()},
+            positive_sum=dict(zip(upper_points, accumulate(positive_mass), strict=False)),
         )
 
 
@@ -140,6 +164,6 @@ class _SideNumbers:
 class ClipNumbers:
     """[`ClipStatistics`] of a whole batch as plain numbers: `policy` (FP8), `reference` (BF16), `num_nonfinite`."""
 
-    policy: _SideNumbers
-    reference: _SideNumbers
+    policy: SideNumbers
+    reference: SideNumbers
     num_nonfinite: int

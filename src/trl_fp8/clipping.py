@@ -17,10 +17,21 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from .clip_statistics import ClipNumbers, ClipStatistics
+from .importance import importance_weight
+
+
+__all__ = [
+    "Calibration",
+    "ClipSearch",
+    "ClipStatistics",
+    "calibrate_bounds",
+    "importance_weight",
+    "smooth_update",
+    "solve",
+]
 
 
 # Sums taken in another order agree to about 1e-12. Candidates whose distances differ by less than this share of the
@@ -74,10 +85,10 @@ class ClipSearch:
                     f"clip_{side}_min={low} and clip_{side}_max={high} leave nothing to search. "
                     f"Set clip_{side}_min < clip_{side}_max."
                 )
-            if self.clip_grid_step > (high - low) * (1 + 1e-9):
+            if not 1 <= (high - low) * (1 + 1e-9) / self.clip_grid_step <= 10_000:
                 raise ValueError(
-                    f"clip_grid_step={self.clip_grid_step} is wider than [{low}, {high}], which leaves one candidate. "
-                    f"Set it to at most clip_{side}_max - clip_{side}_min."
+                    f"clip_grid_step={self.clip_grid_step} leaves one candidate in [{low}, {high}], or more than "
+                    "10,000. Set it between a 10,000th of the interval and the whole of it."
                 )
         if not (self.clip_lower_max < 1 < self.clip_upper_min):
             raise ValueError(
@@ -92,7 +103,7 @@ class ClipSearch:
             )
 
     def check_start(self, clip_lower_init: float, clip_upper_init: float) -> None:
-        """Refuse (`ValueError`) bounds to start from that lie outside their search interval."""
+        """Refuse (`ValueError`) bounds to start from outside their search interval."""
         for side, value in (("lower", clip_lower_init), ("upper", clip_upper_init)):
             low, high = getattr(self, f"clip_{side}_min"), getattr(self, f"clip_{side}_max")
             if not low <= value <= high:
@@ -250,6 +261,9 @@ def calibrate_bounds(
 
     Returns: [`Calibration`], the new bounds and how they came about. Source: arXiv 2609.22870, section 3.
     """
+    for name, (lower, upper) in (("bounds", bounds), ("ref_bounds", ref_bounds)):
+        if not 0 < lower < 1 < upper < math.inf:
+            raise ValueError(f"{name}=({lower}, {upper}) do not enclose the ratio 1. Pass 0 < lower < 1 < upper.")
     if rebalance_with is not None:
         search = ClipSearch(**{**vars(search), "rebalance_with": rebalance_with})
     statistics = ClipStatistics(
@@ -257,44 +271,3 @@ def calibrate_bounds(
     )
     statistics.update(ratio, ref_ratio, advantages, mask, is_weight, ref_is_weight)
     return solve(statistics.numbers(), search, bounds, ref_bounds)
-
-
-def importance_weight(
-    old_per_token_logps: Tensor,
-    sampling_per_token_logps: Tensor,
-    mask: Tensor,
-    *,
-    mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "token_truncate",
-    clip_min: float | None = None,
-    clip_max: float | None = 2.0,
-) -> Tensor:
-    """Truncated importance weight w of the old policy against the sampler, as TRL's `importance_sampling_ratio`.
-
-    Args:
-        old_per_token_logps (`Tensor` of shape `(B, T)`): log pi_old, nats.
-        sampling_per_token_logps (`Tensor` of shape `(B, T)`): log pi_sampler, nats. NaN marks a token the engine could
-            not score; it gets w = 0 (TRL gives it 1).
-        mask (`Tensor` of shape `(B, T)`): nonzero for the tokens the loss keeps.
-        mode: TRL's `vllm_importance_sampling_mode`.
-        clip_min, clip_max: C_min and C (TIS: C = 2, arXiv 2609.22870 section 2).
-
-    Returns:
-        `Tensor` of shape `(B, T)`; in the sequence modes all kept tokens of a row carry the same number.
-    """
-    unscored = torch.isnan(sampling_per_token_logps)
-    log_weight = torch.nan_to_num((old_per_token_logps - sampling_per_token_logps) * mask, nan=0.0)
-    if mode in ("sequence_truncate", "sequence_mask"):
-        log_weight = log_weight.sum(dim=-1, keepdim=True)
-    elif mode not in ("token_truncate", "token_mask"):
-        raise ValueError(
-            f"mode={mode!r} is not an importance sampling mode of TRL. Use 'token_truncate', 'token_mask', "
-            "'sequence_truncate' or 'sequence_mask'."
-        )
-    weight = torch.exp(log_weight)
-    low = -math.inf if clip_min is None else clip_min
-    high = math.inf if clip_max is None else clip_max
-    if mode in ("token_truncate", "sequence_truncate"):
-        weight = torch.clamp(weight, min=low, max=high)
-    else:
-        weight = weight.masked_fill((weight < low) | (weight > high), 0.0)
-    return torch.where(unscored, 0.0, weight.expand(unscored.shape))

@@ -62,6 +62,17 @@ def check_values(args: "FP8GRPOConfig", own_fields: Iterable[str]) -> None:
     hints = get_type_hints(type(args))
     for name in own_fields:
         setattr(args, name, _checked(name, getattr(args, name), hints[name]))
+    for name, hint in (("epsilon", float), ("epsilon_high", float | None), ("delta", float | None)):
+        setattr(args, name, _checked(name, getattr(args, name), hint))
+    for name in ("gradient_accumulation_steps", "num_iterations", "steps_per_generation", "generation_batch_size"):
+        value = getattr(args, name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name}={value!r} is no number of batches to train on. Set a whole number >= 1.")
+    clip_max = args.vllm_importance_sampling_clip_max
+    if clip_max is not None and not clip_max > 0:
+        raise ValueError(
+            f"vllm_importance_sampling_clip_max={clip_max} drops every token: a weight is positive. Set it above 0."
+        )
     if args.vllm_quantization not in VLLM_QUANTIZATIONS:
         raise ValueError(_unknown("vllm_quantization", args.vllm_quantization, VLLM_QUANTIZATIONS))
     if args.vllm_importance_sampling_mode not in IMPORTANCE_SAMPLING_MODES:

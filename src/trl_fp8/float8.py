@@ -39,7 +39,7 @@ from .switchable import SwitchableLinear
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise")
 # FP8 matmuls take feature dimensions that are multiples of this
 FEATURE_MULTIPLE = 16
-_ROUTER_NAMES = ("gate", "router", "shared_expert_gate")
+_ROUTER_NAMES = {"gate", "router", "router_gate", "shared_expert_gate"}
 
 
 class SwitchableFloat8Linear(SwitchableLinear, Float8Linear):
@@ -133,6 +133,7 @@ def convert_model(
         )
     _refuse_unsafe(model)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    _refuse_shared(model)
     # A blockwise layer pads its operands itself
     reasons = _kept_reasons(model, linears, exclude, multiple=1 if recipe == "blockwise" else FEATURE_MULTIPLE)
     converted = tuple(name for name in linears if name not in reasons)
@@ -190,6 +191,19 @@ def _refuse_unsafe(model: nn.Module) -> None:
         )
 
 
+def _refuse_shared(model: nn.Module) -> None:
+    names: dict[int, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, nn.Linear):
+            names.setdefault(id(module), []).append(name)
+    shared = next((found for found in names.values() if len(found) > 1 or found == [""]), None)
+    if shared:
+        raise ValueError(
+            f"Linear layer {' = '.join(map(repr, shared))} is the model itself or has several names, and would be "
+            "converted at one of them only. Give each place a layer of its own (weights may be tied)."
+        )
+
+
 def _refuse_hooked(name: str, linear: nn.Linear) -> None:
     hooks = module_hooks(linear)
     if hooks:
@@ -229,7 +243,7 @@ def _kept_reasons(
             reasons[name] = "adapter"
         elif any(_matches(name, pattern) for pattern in exclude):
             reasons[name] = "excluded by the user"
-        elif any(_matches(name, pattern) for pattern in _ROUTER_NAMES):
+        elif _ROUTER_NAMES & set(name.split(".")):
             reasons[name] = "router"
         elif id(linear) in outside:
             reasons[name] = "outside the language model"

@@ -60,6 +60,8 @@ class FP8GRPOTrainer(GRPOTrainer):
         self._collected: ClipStatistics | None = None
         self._collect_shadow = False
         self._weights_moved = False  # since the generation batch in hand was generated
+        self._beginning = False  # inside `on_generation_begin`
+        self._measured: tuple[dict[str, Any], Capture] = ({}, Capture())
         self._shadow_watch = Stopwatch()
         self.clip_statistics: ClipStatistics | None = None
         self.conversion_report: ConversionReport | None = None
@@ -121,12 +123,8 @@ class FP8GRPOTrainer(GRPOTrainer):
 
     @clip_bounds.setter
     def clip_bounds(self, bounds: tuple[float, float]) -> None:
-        lower, upper = bounds
-        if not 0 < lower < 1 < upper:
-            raise ValueError(
-                f"clip_bounds=({lower}, {upper}) do not enclose the ratio 1 of an unchanged policy. Set 0 < lower < 1 "
-                "< upper."
-            )
+        lower, upper = map(float, bounds)
+        checks.check_bounds(lower, upper, self.args.delta)
         self._clip_bounds = (lower, upper)
         self.epsilon_low, self.epsilon_high = 1 - lower, upper - 1
 
@@ -138,15 +136,10 @@ class FP8GRPOTrainer(GRPOTrainer):
             shadow: whether to score the batch in BF16 as well (the reference side of the statistics).
 
         Raises:
+            RuntimeError: outside `on_generation_begin`, where part of a batch would be missed.
             ValueError: a shadow pass is asked for where every ratio is 1 by construction.
         """
-        if shadow and self.args.ratios_are_one:
-            raise ValueError(
-                "shadow=True asks for BF16 ratios, but with gradient_accumulation_steps="
-                f"{self.args.gradient_accumulation_steps} and steps_per_generation * num_iterations="
-                f"{self.args.micro_batches_per_generation} each generation batch gets one update and every ratio is "
-                "1. Raise steps_per_generation or num_iterations, or ask for no shadow pass."
-            )
+        checks.check_collection(self.args, self._beginning, shadow)
         self._collected = ClipStatistics(lower_points, upper_points, delta=self.args.delta)
         self._collect_shadow = shadow
 
@@ -175,8 +168,13 @@ class FP8GRPOTrainer(GRPOTrainer):
         if not self.model.training:
             return self._finish_rollout(super()._generate_and_score_completions(inputs))
         self._collected, self._collect_shadow, self._shadow_watch = None, False, Stopwatch()
-        for policy in self._policies():
-            policy.on_generation_begin(self)
+        checks.check_policies(self)
+        self._beginning = True
+        try:
+            for policy in self._policies():
+                policy.on_generation_begin(self)
+        finally:
+            self._beginning = False
         self._weights_moved = False
         self._capture = capture = Capture(shadow=self._collect_shadow)
         try:
@@ -218,11 +216,13 @@ class FP8GRPOTrainer(GRPOTrainer):
             loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         finally:
             self._capture = None
-        self._measure(inputs, capture)
+        self._measured = (inputs, capture)
         return loss
 
     def training_step(self, model, inputs, num_items_in_batch):
         output = super().training_step(model, inputs, num_items_in_batch)
+        # After the backward pass: a micro-batch that fails there is trained on again, and must count once
+        self._measure(*self._measured)
         if self._step % self.args.micro_batches_per_generation == 0:
             self._end_generation()
         if self.accelerator.sync_gradients:
