@@ -285,5 +285,5 @@ def test_scales_and_matmuls_agree_with_torchaos_kernels_in_the_interpreter():
 def test_power_of_two_scales_never_round_up():
     just_under_two = torch.nextafter(torch.tensor(2.0), torch.tensor(0.0)).double()
     x = (448.0 / just_under_two).reshape(1, 1)
-    assert blockwise.quantize_groups(x)[1].item() == 1.0 / just_under_two.float().item()
+    assert blockwise.quantize_groups(x)[1].item() == (1.0 / just_under_two.float()).item()
     assert blockwise.quantize_groups(x, power_of_2=True)[1].item() == 1.0
