@@ -19,6 +19,11 @@ from torchao.float8.config import Float8LinearConfig
 from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
 from torchao.float8.float8_linear_utils import swap_linear_layers
 
+# torchao 0.18: the table its FP8 tensors dispatch by, to give emulated matmuls a faster decoding (`emulation.py`).
+# Delete when torch casts FP8 to FP32 in vectors on CPUs.
+from torchao.float8.float8_ops import FLOAT8_OPS_TABLE
+from torchao.float8.float8_training_tensor import choose_scaled_mm_config
+
 # trl 1.16: `VLLMGeneration` has no public path and no hook for engine arguments or for the weight sync; its module and
 # the trainer's are imported to replace one name in each while TRL constructs (`_replaced`). `empty_cache` is what TRL
 # calls before it wakes an engine. Delete when `GRPOTrainer` takes engine arguments (huggingface/trl#6776) and
@@ -33,6 +38,7 @@ from trl.trainer import grpo_trainer
 
 
 __all__ = [
+    "FLOAT8_OPS_TABLE",
     "HF_OVERRIDES",
     "TRL_OVERRIDES",
     "VLLM_OVERRIDES",
@@ -42,6 +48,7 @@ __all__ = [
     "adapter_modules",
     "blockwise_kernels",
     "blockwise_matmul",
+    "choose_scaled_mm_config",
     "disable_gradient_checkpointing",
     "empty_cache",
     "engine_in_place_of_trls",

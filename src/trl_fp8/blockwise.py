@@ -21,14 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import _upstream
+from .emulation import decode
 from .switchable import SwitchableLinear
 
 
 BLOCK = 128
 FORMAT = torch.float8_e4m3fn
 FORMAT_MAX = torch.finfo(FORMAT).max  # 448
-# FP32 value of each FP8 bit pattern: on CPUs a look-up is eight times faster than torch's scalar cast
-_VALUES = torch.arange(256, dtype=torch.uint8).view(FORMAT).float()
 _SMALLEST_MAX = 1e-12  # as torchao: an all-zero block is scaled by a finite number and stays 0
 
 
@@ -81,14 +80,6 @@ def _quantize(x: Tensor, amax: Tensor, power_of_2: bool) -> tuple[Tensor, Tensor
         scale = torch.ldexp(torch.ones_like(scale), torch.frexp(scale).exponent - 1)
     quantized = (x * scale).clamp(-FORMAT_MAX, FORMAT_MAX).to(FORMAT)
     return quantized, 1.0 / scale
-
-
-def decode(quantized: Tensor) -> Tensor:
-    """FP8 values as FP32, in the same shape; equal to `quantized.float()`."""
-    if quantized.device.type != "cpu":
-        return quantized.float()
-    patterns = quantized.view(torch.uint8).flatten().int()
-    return _VALUES.index_select(0, patterns).view(quantized.shape)
 
 
 def dequantized_groups(x: Tensor, power_of_2: bool = False) -> Tensor:

@@ -33,6 +33,7 @@ from ._upstream import (
     swap_linear_layers,
 )
 from .blockwise import BlockwiseConfig, BlockwiseLinear
+from .emulation import speed_up_emulated_matmuls
 from .switchable import SwitchableLinear
 
 
@@ -81,6 +82,8 @@ class ConversionReport:
 
 def layer_factory(recipe: str, scale_rounding: str, emulate: bool) -> Callable[[nn.Linear], nn.Linear]:
     """What turns a linear layer into the FP8 layer of `recipe`, in the same training mode."""
+    if emulate:
+        speed_up_emulated_matmuls()
 
     def from_float(linear: nn.Linear) -> nn.Linear:
         if recipe == "blockwise":
