@@ -16,6 +16,8 @@ from trl.rewards import accuracy_reward, get_soft_overlong_punishment, reasoning
 from trl_fp8 import FP8GRPOConfig
 
 
+# Suffix of a data file to the builder of `datasets` that reads it
+FILE_KINDS = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".parquet": "parquet"}
 # These of TRL read a completion as a conversation
 CONVERSATIONAL_REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
 
@@ -119,13 +121,18 @@ def load(script_args: FP8ScriptArguments) -> DatasetDict | IterableDatasetDict:
     name, streaming = script_args.dataset_name, script_args.dataset_streaming
     path = Path(name).expanduser()
     if path.is_file():
-        builder = {".jsonl": "json", ".ndjson": "json"}.get(path.suffix, path.suffix.removeprefix("."))
-        if builder not in ("json", "csv", "parquet"):
+        builder = FILE_KINDS.get(path.suffix)
+        if builder is None:
             raise ValueError(
                 f"dataset_name={name!r} is a file of a kind that is not read here. Use .json, .jsonl, .csv or "
                 ".parquet, or a folder written by `datasets`."
             )
         return load_dataset(builder, data_files={script_args.dataset_train_split: str(path)}, streaming=streaming)
+    if not path.exists() and (path.suffix in FILE_KINDS or name.startswith((".", "/", "~"))):
+        raise ValueError(
+            f"dataset_name={name!r} looks like a file or folder, and there is none at {path.absolute()}. Check the "
+            "path; a data set on the hub is named owner/name."
+        )
     if (path / "dataset_dict.json").is_file():
         return load_from_disk(path)
     if (path / "state.json").is_file():

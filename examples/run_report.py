@@ -61,7 +61,8 @@ def table(
     ]
     rows = [(name, value) for name, value in rows if value]
     if calibrated:
-        title = f"{len(calibrated)} recalibrations; shares and ratios are means over the last {len(window)}"
+        means = f"means over the last {len(window)}" if len(window) > 1 else "those of the last"
+        title = f"{len(calibrated)} recalibration{'s' * (len(calibrated) > 1)}; shares and ratios are {means}"
     elif not entries:
         title = "No token with a negative advantage in the log: no group of completions had unequal rewards"
     else:

@@ -302,7 +302,14 @@ def test_statistics_without_a_token_are_zero_and_keep_the_bounds():
     search = ClipSearch()
     statistics = ClipStatistics(search.lower_points(0.6, 0.8), search.upper_points(1.8, 1.24))
     calibration = solve(statistics.numbers(), search, (0.6, 1.8), (0.8, 1.24))
-    assert calibration == Calibration(0.6, 1.8, *[None] * 7, saturated=False, degenerate=True)
+    assert calibration == Calibration(
+        0.6,
+        1.8,
+        *[None] * 7,
+        saturated=False,
+        reason="the batch has 0 tokens of negative and 0 of positive advantage",
+    )
+    assert calibration.degenerate
 
 
 # -- the decision: hand-worked -------------------------------------------------------------------------------------
@@ -339,9 +346,11 @@ def test_a_hand_worked_decision(rebalance_with, upper, upper_target):
         rho_before=5.25 / 7.97,  # P(1.4) / N(0.6)
         rho_after=5.25 / 7.97,  # P(1.43) = P(1.33), N(0.64)
         saturated=False,
-        degenerate=False,
     )
-    assert vars(calibration) == pytest.approx(vars(expected), rel=1e-14)
+    assert not calibration.degenerate
+    assert calibration.reason is None
+    numbers, expected_numbers = ({k: v for k, v in vars(c).items() if k != "reason"} for c in (calibration, expected))
+    assert numbers == pytest.approx(expected_numbers, rel=1e-14)
 
 
 def test_rebalance_with_overrides_the_record_and_defaults_to_it():
@@ -445,8 +454,9 @@ def test_degenerate_data_keeps_both_bounds(ratio, ref_ratio, advantages, known, 
         ratio, ref_ratio, advantages, torch.ones_like(ratio), bounds=(0.61, 1.77), rebalance_with=rebalance_with
     )
     alpha_low, clip_share, rho_ref, rho = known
+    assert calibration.reason
     assert calibration == Calibration(
-        0.61, 1.77, None, None, alpha_low, clip_share, rho_ref, rho, rho, saturated=False, degenerate=True
+        0.61, 1.77, None, None, alpha_low, clip_share, rho_ref, rho, rho, saturated=False, reason=calibration.reason
     )
 
 
@@ -610,7 +620,9 @@ class Oracle:
         share = self.count_lower(lower) / total if total else None
         rho_ref = quotient(self.sum_positive(c_high, True), self.sum_negative(c_low, True))
         rho = quotient(self.sum_positive(upper), self.sum_negative(lower))
-        kept = Calibration(lower, upper, None, None, alpha_low, share, rho_ref, rho, rho, False, True)
+        kept = Calibration(
+            lower, upper, None, None, alpha_low, share, rho_ref, rho, rho, saturated=False, reason="no decision"
+        )
         if self.num_nonfinite or not self.negative or not self.positive or rho_ref is None:
             return kept
         k_ref = self.count_lower(c_low, True)
@@ -625,8 +637,7 @@ class Oracle:
         saturated = lower_target in (0.5, 0.9) or upper_target in (1.2, 2.0)
         rho_after = self.sum_positive(new_upper) / self.sum_negative(new_lower)
         return Calibration(
-            new_lower, new_upper, lower_target, upper_target, alpha_low, share, rho_ref, rho, rho_after, saturated,
-            False,
+            new_lower, new_upper, lower_target, upper_target, alpha_low, share, rho_ref, rho, rho_after, saturated
         )  # fmt: skip
 
     @staticmethod

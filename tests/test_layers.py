@@ -41,8 +41,9 @@ ALLOWED = {
         {"_upstream", "canary", "config", "float8", "pairing", "parity"},
         {"torch", "transformers", "vllm"},
     ),
-    "checks": ({"callbacks", "clipping", "config", "config_checks"}, {"torch", "transformers"}),
-    "callbacks": ({"clip_statistics", "clipping"}, {"transformers"}),
+    "checks": ({"callbacks", "clipping", "config", "config_checks"}, {"datasets", "torch", "transformers"}),
+    "resume": (set(), {"transformers"}),
+    "callbacks": ({"clipping", "resume"}, {"transformers"}),
     "report": ({"callbacks", "config", "float8"}, set()),
     "trainer": (set(MODULES), {"torch", "trl", "transformers", "accelerate"}),
 }

@@ -70,6 +70,12 @@ def test_plain_numbers_log_the_last_and_flags_the_largest():
     }
 
 
+@pytest.mark.parametrize("value", ["0.5", None, (1.0, "2"), (1.0, 2.0, 3.0), [1.0, 2.0]])
+def test_what_is_no_number_is_refused_by_its_name(value):
+    with pytest.raises(TypeError, match="Metric 'a/b' is .* Record a number, or a pair"):
+        MetricWindow().record({"a/b": value})
+
+
 def test_a_flush_starts_a_new_window():
     window = MetricWindow()
     window.record({"calibration/saturated": 1.0, "overclip/lower": (1, 2)})

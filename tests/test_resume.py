@@ -191,6 +191,45 @@ def test_a_subclass_is_saved_and_restored_under_its_own_name(flag, tmp_path, uni
     assert state["stateful_callbacks"]["Subclass"] == policies[1].state()
 
 
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"attributes": {"clip_lower": None}}, "clip_lower=None"),
+        ({"attributes": {"clip_upper": "1.8"}}, "clip_upper='1.8'"),
+        ({"attributes": {"clip_upper": float("nan")}}, "clip_upper=nan"),
+        ({"attributes": {"num_completed_generation_batches": 1.5}}, "num_completed_generation_batches=1.5"),
+        ({"attributes": None}, "attributes"),
+        ({"args": [1]}, "args"),
+    ],
+)
+def test_a_damaged_state_is_refused_before_a_step(entry, message, tmp_path):
+    trainer = build_trainer(tmp_path, **{**SCHEDULE, "max_steps": 4})
+    trainer.train()
+    path = tmp_path / "checkpoint-4" / "trainer_state.json"
+    state = json.loads(path.read_text())
+    saved = state["stateful_callbacks"]["CalibratedClippingCallback"]
+    for part, value in entry.items():
+        saved[part] = {**saved[part], **value} if isinstance(value, dict) else value
+    path.write_text(json.dumps(state))
+    resumed = build_trainer(tmp_path, **{**SCHEDULE, "max_steps": 8})
+    with pytest.raises(ValueError, match=f"damaged state of CalibratedClippingCallback.*{message}.*Resume from"):
+        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert resumed.state.global_step == 4
+
+
+@pytest.mark.parametrize("flag", [False, True])
+def test_resuming_in_another_precision_is_named(flag, tmp_path, caplog):
+    changed = {"fp8_recipe": "tensorwise", "use_calibrated_clipping": False}
+    resumed = stop_and_resume(
+        tmp_path, 4, resumed={**changed, "restore_callback_states_from_checkpoint": flag}, steps_per_generation=4
+    )
+    (warning,) = [r.message for r in caplog.records if "another precision" in r.message]
+    assert "fp8_recipe: 'rowwise' -> 'tensorwise', use_calibrated_clipping: True -> False" in warning
+    state = json.loads((tmp_path / "run" / "checkpoint-24" / "trainer_state.json").read_text())
+    assert state["stateful_callbacks"]["SettingsRecord"]["attributes"]["settings"]["fp8_recipe"] == "tensorwise"
+    assert resumed.state.global_step == 24
+
+
 def test_the_state_is_plain_numbers():
     state = CalibratedClippingCallback().state()
     assert json.loads(json.dumps(state)) == state

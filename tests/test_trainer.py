@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from conftest import RECIPES, VOCABULARY, build_dataset, build_model, build_tokenizer, build_trainer, digits_reward
+from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
 import trl_fp8.kernels as kernels_module
@@ -404,6 +405,17 @@ def test_a_batch_that_is_scored_in_full_keeps_trls_weights(tmp_path, fake_engine
     assert batch["importance_sampling_ratio"].shape == (8, 1)
 
 
+def test_off_keeps_trls_weight_of_an_unscored_token(tmp_path, monkeypatch):
+    monkeypatch.setattr("trl.trainer.grpo_trainer.VLLMGeneration", FakeVLLMGeneration)  # off: the engine is TRL's
+    settings = {"fp8_recipe": "none", "use_calibrated_clipping": False, "steps_per_generation": 4}
+    trainer = build_trainer(tmp_path, **VLLM, **settings)
+    trainer.model.train()
+    batch = trainer._generate_and_score_completions([{"prompt": "1+1="}] * 8)
+    unscored = batch["sampling_per_token_logps"].isnan()
+    assert unscored.any()
+    assert (batch["importance_sampling_ratio"][unscored] == 1).all()
+
+
 def test_the_mismatch_of_a_generation_batch_is_logged(tmp_path, fake_engine, caplog):
     trainer = build_trainer(tmp_path, **VLLM, **CALIBRATED)
     trainer.train()
@@ -472,6 +484,17 @@ def test_a_custom_policy_gets_its_events_and_replaces_ours(tmp_path, caplog):
     assert all(event[1] > 0 and event[2] == 0 for event in policy.events if event[0] == "end")
     assert len(logged(trainer, "policy/share")) == 2
     assert set(logged(trainer, "clip_bounds/lower")) == {0.5}
+
+
+def test_a_policy_added_later_starts_from_its_bounds(tmp_path):
+    class StartsWide(ClippingPolicy):
+        initial_bounds = (0.55, 1.9)
+
+    trainer = build_trainer(tmp_path, use_calibrated_clipping=False, steps_per_generation=4, max_steps=4)
+    trainer.add_callback(StartsWide())
+    trainer.train()
+    assert trainer.clip_bounds == (0.55, 1.9)
+    assert set(logged(trainer, "clip_bounds/lower")) == {0.55}
 
 
 def test_settings_a_custom_policy_ignores_are_named(tmp_path, caplog):
@@ -647,6 +670,48 @@ def test_rewards_of_the_wrong_length_name_the_function(tmp_path):
     trainer = build_trainer(tmp_path, trainer={"reward_funcs": lambda completions, **kwargs: [0.0]})
     with pytest.raises(ValueError, match="'<lambda>' returned 1 rewards, but 32 were expected"):
         trainer.train()
+
+
+@pytest.mark.parametrize("returned", [None, 1.0])
+def test_rewards_that_are_no_list_name_the_functions(returned, tmp_path):
+    def forgot(completions, **kwargs):
+        return returned
+
+    trainer = build_trainer(tmp_path, trainer={"reward_funcs": [digits_reward, forgot]})
+    with pytest.raises(ValueError, match=r"\(digits_reward or forgot\) did not return a list.*Return such a list"):
+        trainer.train()
+
+
+def test_an_error_inside_a_reward_function_stays_its_own(tmp_path):
+    def broken(completions, **kwargs):
+        return len(None)
+
+    trainer = build_trainer(tmp_path, trainer={"reward_funcs": broken})
+    with pytest.raises(TypeError, match="has no len"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_train_set_without_prompts_is_refused(streaming, tmp_path):
+    dataset = Dataset.from_dict({"question": ["1+1="] * 64})
+    dataset = dataset.to_iterable_dataset() if streaming else dataset
+    with pytest.raises(ValueError, match="no column 'prompt' \\(it has question\\).*rename_column"):
+        build_trainer(tmp_path, trainer={"train_dataset": dataset}, max_steps=1)
+
+
+def test_an_empty_stream_is_refused(tmp_path):
+    dataset = build_dataset().to_iterable_dataset().filter(lambda row: False)
+    with pytest.raises(ValueError, match="yields no row.*Check its source"):
+        build_trainer(tmp_path, trainer={"train_dataset": dataset}, max_steps=1)
+
+
+def test_metrics_recorded_before_a_last_evaluation_reach_the_log(tmp_path):
+    settings = {"logging_steps": 3, "max_steps": 4, "eval_strategy": "steps", "eval_steps": 4}
+    trainer = build_trainer(tmp_path, trainer={"eval_dataset": build_dataset(8)}, **settings)
+    trainer.train()
+    last = trainer.state.log_history[-1]
+    assert "train_runtime" in last
+    assert last["clip_bounds/lower"] == 0.6
 
 
 def test_a_batch_no_function_scores_names_the_functions(tmp_path):

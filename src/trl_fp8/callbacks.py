@@ -14,6 +14,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from .clipping import Calibration, ClipNumbers, ClipSearch, solve
+from .resume import checked_state
 
 
 if TYPE_CHECKING:
@@ -148,8 +149,9 @@ class CalibratedClippingCallback(ClippingPolicy, ExportableState):
             )
         # setdefault: HF updates an entry at each save and fails if the checkpoint it resumed from had none
         saved = all_saved.setdefault(name, self.state())
+        attributes = checked_state(name, saved, self.state())
         for attribute in self.state()["attributes"]:
-            setattr(self, attribute, saved["attributes"][attribute])
+            setattr(self, attribute, attributes[attribute])
         if state.global_step > 0:
             # A trainer resumed in the process that was interrupted first trains on what is left of its old batch
             self._begun = None
@@ -215,7 +217,7 @@ class CalibratedClippingCallback(ClippingPolicy, ExportableState):
             if calibration.degenerate:
                 logger.warning(
                     f"Recalibration at generation batch {self.num_completed_generation_batches + 1} kept the clip "
-                    f"bounds [{self.clip_lower:.4f}, {self.clip_upper:.4f}]: {_why_degenerate(numbers, calibration)}."
+                    f"bounds [{self.clip_lower:.4f}, {self.clip_upper:.4f}]: {calibration.reason}."
                 )
         self.num_completed_generation_batches += 1
 
@@ -241,14 +243,3 @@ def _metrics(
         metrics["clip_bounds/lower_target"] = calibration.lower_target
         metrics["clip_bounds/upper_target"] = calibration.upper_target
     return metrics
-
-
-def _why_degenerate(numbers: ClipNumbers, calibration: Calibration) -> str:
-    if numbers.num_nonfinite:
-        return f"{numbers.num_nonfinite} tokens have a ratio, weight or advantage that is not finite"
-    if not numbers.policy.num_negative or not numbers.policy.num_positive:
-        return (
-            f"the batch has {numbers.policy.num_negative} tokens of negative and {numbers.policy.num_positive} of "
-            "positive advantage"
-        )
-    return "every negative-advantage token is clipped, so the update ratio has no denominator"

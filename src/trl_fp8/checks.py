@@ -2,11 +2,14 @@
 
 import logging
 import math
-from collections.abc import Sized
+import traceback
+from collections.abc import Iterator, Sized
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import torch
+from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig
 
@@ -64,8 +67,10 @@ def _refuse_quantised(config: PretrainedConfig | None, name: str, recipe: str) -
 
 
 def check_datasets(trainer: "FP8GRPOTrainer") -> None:
-    """Refuse a train set that yields no generation batch: the run would end before its first step."""
+    """Refuse a train set without prompts, or with too few for a generation batch: the run would end before a step."""
     dataset, args = trainer.train_dataset, trainer.args
+    if isinstance(dataset, (Dataset, IterableDataset)):
+        _check_rows(dataset)
     assert args.generation_batch_size  # set by GRPOConfig.__post_init__
     assert args.num_generations
     prompts = args.generation_batch_size // args.num_generations
@@ -75,6 +80,20 @@ def check_datasets(trainer: "FP8GRPOTrainer") -> None:
             f"(generation_batch_size={args.generation_batch_size} / num_generations={args.num_generations}); "
             "incomplete batches are dropped, so there is nothing to train on. Add prompts, or lower "
             "per_device_train_batch_size or steps_per_generation."
+        )
+
+
+def _check_rows(dataset: Dataset | IterableDataset) -> None:
+    row = next(iter(dataset), None)
+    if row is None and isinstance(dataset, IterableDataset):  # the length of the other kind is checked by the caller
+        raise ValueError(
+            "train_dataset is an IterableDataset that yields no row, so there is nothing to train on. Check its "
+            "source, and filters applied to it."
+        )
+    if row is not None and "prompt" not in row:
+        raise ValueError(
+            f"train_dataset has no column 'prompt' (it has {', '.join(row)}), and a completion needs one to begin "
+            "with. Rename the column: dataset.rename_column(..., 'prompt')."
         )
 
 
@@ -189,6 +208,21 @@ def check_collection(args: FP8GRPOConfig, beginning: bool, shadow: bool) -> None
             f"{args.micro_batches_per_generation} each generation batch gets one update and every ratio is 1. Raise "
             "steps_per_generation or num_iterations, or ask for no shadow pass."
         )
+
+
+@contextmanager
+def naming_reward_functions(names: list[str]) -> Iterator[None]:
+    """Name the reward functions where TRL fails on what one of them returned, which is no list."""
+    try:
+        yield
+    except TypeError as error:
+        frames = list(traceback.walk_tb(error.__traceback__))
+        if frames[-1][0].f_globals.get("__name__", "").split(".")[0] != "trl":
+            raise  # by the reward function itself
+        raise ValueError(
+            f"A reward function ({' or '.join(names)}) did not return a list with one number or None for each "
+            f"completion ({error}). Return such a list; for a single number, [number] * len(completions)."
+        ) from error
 
 
 def check_rewards(rewards: Tensor, names: list[str]) -> None:

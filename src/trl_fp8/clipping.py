@@ -142,8 +142,8 @@ def _grid(low: float, high: float, step: float) -> list[float]:
 class Calibration:
     """One decision.
 
-    `lower`, `upper` are the new bounds; in the `degenerate` case the old ones, and the other numbers are `None` where
-    they are not defined. `saturated`: a target lies on the end of its search interval.
+    `lower`, `upper` are the new bounds; in the `degenerate` case the old ones, with the `reason` in words, and the
+    other numbers are `None` where they are not defined. `saturated`: a target lies on the end of its search interval.
     """
 
     lower: float
@@ -156,7 +156,12 @@ class Calibration:
     rho_before: float | None
     rho_after: float | None
     saturated: bool
-    degenerate: bool
+    reason: str | None = None
+
+    @property
+    def degenerate(self) -> bool:
+        """Whether the batch allows no decision, so that both old bounds stay."""
+        return self.reason is not None
 
 
 def solve(
@@ -178,13 +183,16 @@ def solve(
     rho_ref = _divide(reference.positive_sum[ref_upper], reference.negative_sum[ref_lower])
     rho_before = _divide(policy.positive_sum[upper], policy.negative_sum[lower])
 
-    def keep() -> Calibration:
-        return Calibration(
-            lower, upper, None, None, alpha_low, clip_share_before, rho_ref, rho_before, rho_before, False, True
-        )
+    def keep(reason: str) -> Calibration:
+        shares = (alpha_low, clip_share_before, rho_ref, rho_before, rho_before)
+        return Calibration(lower, upper, None, None, *shares, saturated=False, reason=reason)
 
-    if numbers.num_nonfinite or not n_negative or not policy.num_positive or rho_ref is None:
-        return keep()
+    if numbers.num_nonfinite:
+        return keep(f"{numbers.num_nonfinite} tokens have a ratio, weight or advantage that is not finite")
+    if not n_negative or not policy.num_positive:
+        return keep(f"the batch has {n_negative} tokens of negative and {policy.num_positive} of positive advantage")
+    if rho_ref is None:
+        return keep("every negative-advantage token is clipped in BF16, so the update ratio has no denominator")
 
     # Stage 1 compares counts, not shares: integers have no rounding
     target_count = reference.lower_clipped[ref_lower]
@@ -195,7 +203,7 @@ def solve(
 
     denominator = policy.negative_sum[new_lower if search.rebalance_with == "smoothed" else lower_target]
     if not denominator > 0 or not policy.negative_sum[new_lower] > 0:
-        return keep()
+        return keep("every negative-advantage token is clipped, so the update ratio has no denominator")
     upper_target = _nearest(
         search.upper_grid,
         lambda h: abs(policy.positive_sum[h] / denominator - rho_ref),
@@ -215,7 +223,6 @@ def solve(
         rho_after=policy.positive_sum[new_upper] / policy.negative_sum[new_lower],
         saturated=lower_target in (search.lower_grid[0], search.lower_grid[-1])
         or upper_target in (search.upper_grid[0], search.upper_grid[-1]),
-        degenerate=False,
     )
 
 

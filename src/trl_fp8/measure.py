@@ -87,22 +87,18 @@ class MicroBatch:
         )
 
 
-def drop_unscored(rollout: dict[str, Any]) -> bool:
+def drop_unscored(rollout: dict[str, Any]) -> None:
     """Weight 0 for tokens the engine could not score, where TRL says 1: nothing is known of their sampler.
 
     Args:
         rollout: TRL's generation batch; its `importance_sampling_ratio`, if any, has shape `(B, T)` or `(B, 1)`.
-
-    Returns:
-        Whether it has weights.
     """
     if "importance_sampling_ratio" not in rollout:
-        return False
+        return
     unscored = torch.isnan(rollout["sampling_per_token_logps"])
     if bool((unscored & rollout["completion_mask"].bool()).any()):
         weight = rollout["importance_sampling_ratio"].expand(unscored.shape)
         rollout["importance_sampling_ratio"] = torch.where(unscored, 0.0, weight)
-    return True
 
 
 def measure_rollout(rollout: Mapping[str, Any], mode: Any) -> tuple[dict[str, Metric], Tensor]:

@@ -31,6 +31,12 @@ class MetricWindow:
     def record(self, metrics: Mapping[str, Metric], device: torch.device | str = "cpu") -> None:
         """Add metrics of this rank. Pairs must be recorded by every rank, with the same keys in the same step."""
         for key, value in metrics.items():
+            parts = value if isinstance(value, tuple) and len(value) == 2 else (value,)
+            if not all(isinstance(part, (int, float, Tensor)) for part in parts):
+                raise TypeError(
+                    f"Metric {key!r} is {value!r}, which can be neither averaged nor logged. Record a number, or a "
+                    "pair (numerator, denominator) of numbers or scalar tensors."
+                )
             if isinstance(value, tuple):
                 pair = torch.stack([torch.as_tensor(part, dtype=torch.float64, device=device) for part in value])
                 self._pending[key] = self._pending[key] + pair if key in self._pending else pair

@@ -19,6 +19,7 @@ from .float8 import ConversionReport, convert_model
 from .measure import Capture, MicroBatch, drop_unscored, measure, measure_rollout
 from .metrics import Metric, MetricWindow
 from .report import startup_line
+from .resume import SettingsRecord
 from .shadow import Stopwatch, shadow_pass
 
 
@@ -61,6 +62,7 @@ class FP8GRPOTrainer(GRPOTrainer):
         self._collect_shadow = False
         self._weights_moved = False  # since the generation batch in hand was generated
         self._beginning = False  # inside `on_generation_begin`
+        self._adopted: ClippingPolicy | None = None  # whose initial bounds are in force, or were
         self._measured: tuple[dict[str, Any], Capture] = ({}, Capture())
         self._shadow_watch = Stopwatch()
         self.clip_statistics: ClipStatistics | None = None
@@ -101,9 +103,15 @@ class FP8GRPOTrainer(GRPOTrainer):
         if not self._policies() and self.args.use_calibrated_clipping:
             settings = {name: getattr(self.args, name) for name in checks.POLICY_SETTINGS}
             self.add_callback(CalibratedClippingCallback(**settings))
+        self._adopt_policies()
+        self.add_callback(SettingsRecord(self.args))
+
+    def _adopt_policies(self) -> None:
+        """Put the bounds a policy starts from in force, also of one that was added later."""
         for policy in self._policies():
-            if policy.initial_bounds is not None:
+            if policy is not self._adopted and policy.initial_bounds is not None:
                 self.clip_bounds = policy.initial_bounds
+            self._adopted = policy
 
     def _announce(self) -> None:
         if self.accelerator.is_main_process:
@@ -150,16 +158,17 @@ class FP8GRPOTrainer(GRPOTrainer):
     # -- overrides: add, then call the parent -------------------------------------------------------------------------
 
     def _load_callback_state(self) -> None:
-        policies = self._policies()
+        ours = [c for c in self.callback_handler.callbacks if isinstance(c, (ClippingPolicy, SettingsRecord))]
         super()._load_callback_state()
-        # HF put a policy built from the checkpoint's arguments in place of the one this run was given; the policy
-        # restores its own state in `on_train_begin`
-        for policy in policies:
-            self.callback_handler.remove_callback(type(policy))
-            self.callback_handler.add_callback(policy)
+        # HF put callbacks built from the checkpoint's arguments in place of those this run was given; ours restore
+        # their own state in `on_train_begin`
+        for callback in ours:
+            self.callback_handler.remove_callback(type(callback))
+            self.callback_handler.add_callback(callback)
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        with checks.naming_reward_functions(self.reward_func_names):
+            rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         if self.model.training:
             checks.check_rewards(rewards, self.reward_func_names)
         return rewards
@@ -169,6 +178,7 @@ class FP8GRPOTrainer(GRPOTrainer):
             return self._finish_rollout(super()._generate_and_score_completions(inputs))
         self._collected, self._collect_shadow, self._shadow_watch = None, False, Stopwatch()
         checks.check_policies(self)
+        self._adopt_policies()
         self._beginning = True
         try:
             for policy in self._policies():
@@ -231,7 +241,7 @@ class FP8GRPOTrainer(GRPOTrainer):
         return output
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if self.model.training:
+        if self.model.training or "train_runtime" in logs:  # the last log of a run that ends with an evaluation
             logs.update(self._window.flush())
             for message in mismatch_alarms(logs, self._alarms_raised):
                 logger.warning(message)
@@ -246,7 +256,10 @@ class FP8GRPOTrainer(GRPOTrainer):
 
     @torch.no_grad()
     def _finish_rollout(self, output: dict[str, Any]) -> dict[str, Any]:
-        weighted = drop_unscored(output)
+        args = self.args
+        if args.fp8_recipe != "none" or args.rollout_quantization != "none" or self._policies():  # else TRL's run
+            drop_unscored(output)
+        weighted = "importance_sampling_ratio" in output
         if self.model.training and {"old_per_token_logps", "sampling_per_token_logps"} <= output.keys():
             metrics, ratios = measure_rollout(output, self.vllm_importance_sampling_mode if weighted else None)
             ratios = self.accelerator.pad_across_processes(ratios, pad_index=cast(int, float("nan")))
