@@ -64,15 +64,17 @@ def seconds(run: Callable[[], object], repeat: int) -> float:
     return sorted(times[2:])[repeat // 2]
 
 
-def check_layer(recipe: str, shape: tuple[int, int], tokens: int, device: torch.device, repeat: int) -> dict:
+def check_layer(
+    recipe: str, rounding: str, shape: tuple[int, int], tokens: int, device: torch.device, repeat: int
+) -> dict:
     """One row of the table."""
     torch.manual_seed(0)
     rows, columns = shape
     linear = nn.Linear(columns, rows, bias=False, device=device)
     x = torch.randn(tokens, columns, device=device)
     gradient = torch.randn(tokens, rows, device=device).to(torch.bfloat16)
-    real = layer_factory(recipe, "none", resolve_emulation(recipe, None, device))(copy.deepcopy(linear))
-    emulated = layer_factory(recipe, "none", True)(copy.deepcopy(linear))
+    real = layer_factory(recipe, rounding, resolve_emulation(recipe, None, device))(copy.deepcopy(linear))
+    emulated = layer_factory(recipe, rounding, True)(copy.deepcopy(linear))
     agreement = [
         sqnr(ours, theirs)
         for ours, theirs in zip(passes(emulated, x, gradient), passes(real, x, gradient), strict=True)
@@ -80,10 +82,45 @@ def check_layer(recipe: str, shape: tuple[int, int], tokens: int, device: torch.
     base = seconds(lambda: passes(linear, x, gradient), repeat)
     return {
         "recipe": recipe,
+        "scale_rounding": rounding,
         "sqnr": [round(value, 1) for value in agreement],
         "speedup_eager": round(base / seconds(lambda: passes(real, x, gradient), repeat), 3),
         "ok": min(agreement) > LEAST_SQNR,
     }
+
+
+def torchao_operands(recipe: str, rounding: str, device: torch.device) -> list[Tensor]:
+    """FP8 values and scales of every operand torchao hands to a matmul in one forward and backward of a layer."""
+    torch.manual_seed(0)
+    linear, x = nn.Linear(512, 256, bias=False), torch.randn(64, 512)
+    x[3] = 0
+    gradient = torch.randn(64, 256).to(torch.bfloat16)
+    layer = layer_factory(recipe, rounding, resolve_emulation(recipe, None, device))(linear.to(device))
+    seen: list[Tensor] = []
+    table, matmul = _upstream.FLOAT8_OPS_TABLE, torch.ops.aten.mm.default
+    original = table[matmul]
+
+    def spy(op, args, kwargs=None):
+        seen.extend(part for operand in args for part in (operand._data.float().cpu(), operand._scale.cpu()))
+        return original(op, args, kwargs)
+
+    table[matmul] = spy
+    try:
+        passes(layer, x.to(device), gradient.to(device))
+    finally:
+        table[matmul] = original
+    return seen
+
+
+def check_torchao_scales(device: torch.device, recipes: list[str]) -> dict[str, bool]:
+    """Scales and FP8 values that reach the kernels equal those of the emulation on the CPU bit for bit."""
+    result = {}
+    for recipe in recipes:
+        for rounding in ("none", "power_of_2"):
+            here, there = (torchao_operands(recipe, rounding, d) for d in (device, torch.device("cpu")))
+            equal = [torch.equal(a, b) for a, b in zip(here, there, strict=True)]
+            result[f"{recipe}, {rounding}"] = len(equal) >= 8 and all(equal)
+    return result
 
 
 def check_blockwise_scales(device: torch.device) -> bool:
@@ -196,26 +233,31 @@ def main() -> int:
         "layers": [],
         "training": [],
     }
+    layers = [(recipe, "none") for recipe in options.recipes]
+    layers += [(recipe, "power_of_2") for recipe in options.recipes if recipe in ("rowwise", "blockwise")]
     print(f"{report['device']}, torch {report['torch']}, {tokens} tokens")
     print("| layer | recipe | output dB | grad_x dB | grad_W dB | speed-up over BF16, eager | |\n|" + "---|" * 7)
     for name, shape in shapes.items():
-        for recipe in options.recipes:
-            row = {
-                "layer": name,
-                **check_layer(recipe, shape, tokens, device, 1 if options.dry_run else options.repeat),
-            }
+        for recipe, rounding in layers:
+            measured = check_layer(recipe, rounding, shape, tokens, device, 1 if options.dry_run else options.repeat)
+            row = {"layer": name, **measured}
             report["layers"].append(row)
             decibels = " | ".join(str(value) for value in row["sqnr"])
-            print(f"| {name} | {recipe} | {decibels} | {row['speedup_eager']} | {'ok' if row['ok'] else 'FAILED'} |")
+            label = recipe if rounding == "none" else f"{recipe}, {rounding}"
+            print(f"| {name} | {label} | {decibels} | {row['speedup_eager']} | {'ok' if row['ok'] else 'FAILED'} |")
     report["scales_across_devices"] = check_scales_across_devices(device)
+    torchao_recipes = [recipe for recipe in options.recipes if recipe != "blockwise"]
+    report["torchao_scales"] = check_torchao_scales(device, torchao_recipes)
     report["blockwise_scales"] = None if options.dry_run else check_blockwise_scales(device)
-    print(f"scales equal on CPU and {device.type}: {report['scales_across_devices']}")
+    print(f"blockwise scales and values equal on CPU and {device.type}: {report['scales_across_devices']}")
+    print(f"torchao's scales and values equal on CPU and {device.type}: {report['torchao_scales']}")
     print(f"blockwise scales and values equal to torchao's kernels: {report['blockwise_scales']}")
     for recipe in options.recipes:
         report["training"].append(check_training(recipe, device, steps=4 if options.dry_run else 8))
         print(f"training: {report['training'][-1]}")
     checks = [row["ok"] for row in report["layers"] + report["training"]]
     checks += [report["scales_across_devices"], report["blockwise_scales"] is not False]
+    checks += report["torchao_scales"].values()
     report["ok"] = all(checks)
     print(json.dumps(report))
     return 0 if report["ok"] else 1

@@ -4,7 +4,10 @@
 #     scripts/gpu_check.sh [--wheels FOLDER] [--dry-run] [options of gpu_check.py]
 #
 # Needs Python >= 3.11 with a CUDA torch >= 2.11, transformers and accelerate. What else is missing (trl, torchao,
-# datasets and what they need) is installed from the wheels in FOLDER into a temporary folder, never into the machine.
+# datasets and what they need) is installed from the wheels in FOLDER into a temporary folder, never into the machine:
+#
+#     pip download --no-deps --only-binary=:all: -d FOLDER trl==1.16.0 torchao==0.18.0 datasets \
+#         pyarrow dill multiprocess xxhash    # the second line where the machine lacks them too
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
@@ -13,8 +16,9 @@ while [ $# -gt 0 ]; do
   case "$1" in
     --wheels)
       [ -d "${2:-}" ] || { echo "--wheels ${2:-}: no such folder. Name the folder that holds the wheels." >&2; exit 2; }
-      site=$(mktemp -d)
-      trap 'rm -rf "$site"' EXIT
+      folder=$(mktemp -d)
+      trap 'rm -rf "$folder"' EXIT
+      site="$folder/site-packages"  # dill pickles modules from folders of any other name by value, and fails
       "$python" -m pip install -q --no-index --no-deps --no-compile --target "$site" "$2"/*.whl
       export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}"
       shift 2 ;;

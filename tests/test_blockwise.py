@@ -139,7 +139,7 @@ def test_the_kernel_path_pads_and_slices(monkeypatch):
 
     def kernel(x, weight, dtype):
         seen.append((tuple(x.shape), tuple(weight.shape), x.is_contiguous() and weight.is_contiguous(), dtype))
-        return blockwise._EmulatedMatmul.apply(x, weight, False)
+        return blockwise._Matmul.apply(x, weight, BlockwiseConfig(emulate=True))
 
     monkeypatch.setattr(_upstream, "blockwise_matmul", kernel)
     torch.manual_seed(0)
@@ -274,6 +274,9 @@ def test_scales_and_matmuls_agree_with_torchaos_kernels_in_the_interpreter():
     # FP32 accumulation in another order: measured 3.6e-7 and 4.0e-7 of the largest element
     assert result["output error"] < 2e-6
     assert result["grad_W error"] < 2e-6
+    # a whole layer with power-of-two scales: output, grad_x, grad_W, without and with padding to 128
+    assert len(result["power of two errors"]) == 6
+    assert max(result["power of two errors"]) < 2e-6  # measured 8.2e-8
 
 
 def test_power_of_two_scales_never_round_up():

@@ -220,6 +220,14 @@ def test_mistakes_are_named(argv, message, tmp_path):
         named_task([{"prompt": "a"}], tmp_path, *argv)
 
 
+@pytest.mark.parametrize("name", ["missing.jsonl", "./missing", "/nowhere/missing"])
+def test_a_missing_file_is_not_looked_up_on_the_hub(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    script_args, *_ = parse("--model_name_or_path", "m", "--dataset_name", name)
+    with pytest.raises(ValueError, match="looks like a file or folder, and there is none at"):
+        data_and_rewards.load(script_args)
+
+
 def test_saved_data_sets_load(tmp_path):
     Dataset.from_dict({"prompt": ["a"], "x": ["b"]}).save_to_disk(tmp_path / "saved")
     script_args, *_ = parse("--model_name_or_path", "m", "--dataset_name", str(tmp_path / "saved"))

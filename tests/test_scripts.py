@@ -27,6 +27,8 @@ def test_gpu_check_goes_through_its_steps_on_a_cpu():
     report = json.loads(done.stdout.splitlines()[-1])
     assert report["ok"]
     assert {row["recipe"] for row in report["layers"]} == {"tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise"}
+    assert {row["recipe"] for row in report["layers"] if row["scale_rounding"] != "none"} == {"rowwise", "blockwise"}
+    assert len(report["torchao_scales"]) == 6
     assert all(entry["emulated"] and entry["bounds"] != [0.6, 1.8] for entry in report["training"])
 
 

@@ -738,8 +738,6 @@ def test_real_kernels_need_padding_and_bf16(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="bf16=False with fp8_recipe='rowwise'"):
         build_trainer(tmp_path, bf16=False)
     assert build_trainer(tmp_path, fp8_recipe="blockwise").args.pad_to_multiple_of is None
-    with pytest.raises(ValueError, match="blockwise kernels compute FP32 scales only"):
-        build_trainer(tmp_path, fp8_recipe="blockwise", fp8_scale_rounding="power_of_2")
 
 
 def test_emulation_leaves_padding_alone(tmp_path):

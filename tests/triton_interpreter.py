@@ -9,6 +9,7 @@ do is left out: two of the five quantisation kernels (`..._transposed_...`) fail
 import json
 
 import torch
+from torch import nn
 from torchao.prototype.blockwise_fp8_training import kernels
 
 from trl_fp8 import blockwise
@@ -26,6 +27,19 @@ class FirstConfiguration:
             return self.kernel[grid(settings)](*args, **settings)
 
         return launch
+
+
+def power_of_two_errors(tokens, rows, columns, error):
+    """Output, grad_x and grad_W of a layer with power-of-two scales: torchao's matmuls against the emulation."""
+    linear = nn.Linear(columns, rows, bias=False)
+    x = torch.randn(tokens, columns, requires_grad=True)
+    gradient = torch.randn(tokens, rows)
+    found = []
+    for emulate in (False, True):
+        layer = blockwise.BlockwiseLinear.from_float(linear, blockwise.BlockwiseConfig(emulate, power_of_2=True))
+        output = layer(x)
+        found.append((output, *torch.autograd.grad(output, (x, layer.weight), gradient)))
+    return [error(real.detach(), emulated.detach()) for real, emulated in zip(*found, strict=True)]
 
 
 def main() -> None:
@@ -78,6 +92,11 @@ def main() -> None:
     )
     ours = blockwise.dequantized_groups(gradient.t()) @ blockwise.dequantized_groups(x.t()).t()
     result["grad_W error"] = error(grad_weight, ours)
+    result["power of two errors"] = [
+        number
+        for tokens, rows, columns in ((256, 384, 256), (100, 72, 200))
+        for number in power_of_two_errors(tokens, rows, columns, error)
+    ]
     print(json.dumps(result))  # noqa: T201
 
 

@@ -11,7 +11,8 @@ the same.
 
 On SM90 and newer the matmuls are torchao's blockwise training kernels (`torchao.prototype.blockwise_fp8_training`);
 elsewhere the same quantisation in plain PyTorch, multiplied in FP32. torchao's own layer takes no bias, no frozen
-weight without its gradient's work, no other scale rule, and only multiples of 128.
+weight without its gradient's work, and only multiples of 128. Its quantisation kernels know FP32 scales only: with
+power-of-two scales PyTorch quantises, and its Triton matmuls multiply.
 """
 
 from dataclasses import dataclass
@@ -95,30 +96,73 @@ def dequantized_blocks(weight: Tensor, power_of_2: bool = False) -> Tensor:
     return (decode(quantized) * inverse).view(rows * BLOCK, columns * BLOCK)[: weight.shape[0], : weight.shape[1]]
 
 
-class _EmulatedMatmul(torch.autograd.Function):
-    """x `(M, K)`, weight `(N, K)` -> x W^T `(M, N)`, in the dtype of x."""
+def _times_weight(x: Tensor, weight: Tensor, config: BlockwiseConfig, transposed: bool) -> Tensor:
+    """x W^T (`transposed`) or x W, with x in groups along its columns and W in blocks, in the dtype of x."""
+    if config.emulate:
+        blocks = dequantized_blocks(weight, config.power_of_2)
+        return (dequantized_groups(x, config.power_of_2) @ (blocks.t() if transposed else blocks)).to(x.dtype)
+    groups, scales = quantize_groups(_whole_blocks(x), config.power_of_2)
+    blocks, block_scales = quantize_blocks(weight, config.power_of_2)
+    rows, _, columns, _ = blocks.shape
+    matrix, block_scales = blocks.view(rows * BLOCK, columns * BLOCK), block_scales.view(rows, columns)
+    if transposed:
+        matrix, block_scales = matrix.t(), block_scales.t()
+    product = _upstream.blockwise_kernels().triton_fp8_gemm_1x128_128x128(
+        groups.flatten(1),
+        _column_major(matrix),
+        _column_major(scales.squeeze(-1)),
+        _column_major(block_scales),
+        out_dtype=x.dtype,
+    )
+    return product[: x.shape[0], : weight.shape[0 if transposed else 1]]
+
+
+def _over_tokens(gradient: Tensor, x: Tensor, config: BlockwiseConfig) -> Tensor:
+    """g^T x, both in groups of 128 tokens, in the dtype of x."""
+    if config.emulate:
+        rows = dequantized_groups(gradient.t(), config.power_of_2)
+        return (rows @ dequantized_groups(x.t(), config.power_of_2).t()).to(x.dtype)
+    rows, row_scales = quantize_groups(_whole_blocks(gradient.t()), config.power_of_2)
+    columns, column_scales = quantize_groups(_whole_blocks(x.t()), config.power_of_2)
+    product = _upstream.blockwise_kernels().triton_fp8_gemm_1x128_128x1(
+        rows.flatten(1),
+        columns.flatten(1).t(),
+        _column_major(row_scales.squeeze(-1)),
+        column_scales.squeeze(-1).t().contiguous(),
+        out_dtype=x.dtype,
+    )
+    return product[: gradient.shape[1], : x.shape[1]]
+
+
+def _whole_blocks(matrix: Tensor) -> Tensor:
+    """In row-major order, with zero rows added until 128 divides their number."""
+    return F.pad(matrix, (0, 0, 0, -matrix.shape[0] % BLOCK)).contiguous()
+
+
+def _column_major(matrix: Tensor) -> Tensor:
+    # `contiguous` leaves the strides of a single row or column as they are, and the kernels read strides
+    return matrix if matrix.stride(0) == 1 else matrix.t().clone(memory_format=torch.contiguous_format).t()
+
+
+class _Matmul(torch.autograd.Function):
+    """x `(M, K)`, weight `(N, K)` -> x W^T `(M, N)`, in the dtype of x, quantised in plain PyTorch."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, power_of_2: bool) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, config: BlockwiseConfig) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.power_of_2 = power_of_2
-        return (dequantized_groups(x, power_of_2) @ dequantized_blocks(weight, power_of_2).t()).to(x.dtype)
+        ctx.config = config
+        return _times_weight(x, weight, config, transposed=True)
 
     @staticmethod
     def backward(ctx, *grad_outputs: Tensor):
         (grad,) = grad_outputs
         x, weight = ctx.saved_tensors
-        grad_x = grad_weight = None
-        if ctx.needs_input_grad[0]:
-            blocks = dequantized_blocks(weight, ctx.power_of_2)
-            grad_x = (dequantized_groups(grad, ctx.power_of_2) @ blocks).to(x.dtype)
-        if ctx.needs_input_grad[1]:
-            tokens = dequantized_groups(grad.t(), ctx.power_of_2) @ dequantized_groups(x.t(), ctx.power_of_2).t()
-            grad_weight = tokens.to(weight.dtype)
+        grad_x = _times_weight(grad, weight, ctx.config, transposed=False) if ctx.needs_input_grad[0] else None
+        grad_weight = _over_tokens(grad, x, ctx.config).to(weight.dtype) if ctx.needs_input_grad[1] else None
         return grad_x, grad_weight, None
 
 
-def _kernel_matmul(x: Tensor, weight: Tensor) -> Tensor:
+def _torchao_matmul(x: Tensor, weight: Tensor) -> Tensor:
     """x `(M, K)`, weight `(N, K)` -> x W^T `(M, N)` by torchao kernels, which take multiples of 128. Not run here."""
     tokens, rows = x.shape[0], weight.shape[0]
     columns = -x.shape[1] % BLOCK
@@ -144,11 +188,11 @@ class BlockwiseLinear(SwitchableLinear):
         return layer
 
     def quantized_matmul(self, rows: Tensor, weight: Tensor) -> Tensor:
-        if not self.config.emulate:
-            return _kernel_matmul(rows, weight)
-        # Autocast would multiply the dequantised operands in BF16
+        if not self.config.emulate and not self.config.power_of_2:
+            return _torchao_matmul(rows, weight)
+        # Autocast would multiply dequantised operands in BF16
         with torch.autocast(rows.device.type, enabled=False):
-            return _EmulatedMatmul.apply(rows, weight, self.config.power_of_2)
+            return _Matmul.apply(rows, weight, self.config)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, blockwise 1x{BLOCK}/{BLOCK}x{BLOCK}"

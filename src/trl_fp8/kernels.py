@@ -26,7 +26,6 @@ def prepare(args: FP8GRPOConfig) -> bool:
     emulated = resolve_emulation(args.fp8_recipe, args.fp8_emulate, args.device)
     if not emulated:
         _check_dtype(args)
-        _check_scales(args)
         if args.fp8_recipe in _PADDED_RECIPES:
             if args._pad_to_multiple_of_is_auto:
                 args.pad_to_multiple_of = TOKEN_MULTIPLE
@@ -73,13 +72,4 @@ def _check_padding(args: FP8GRPOConfig, multiple: int) -> None:
             f"pad_to_multiple_of={args.pad_to_multiple_of} lets a micro-batch have a token count the FP8 weight "
             f"gradient kernel of fp8_recipe={args.fp8_recipe!r} cannot take (it needs a multiple of {multiple}). "
             f"Leave it 'auto', set a multiple of {multiple}, or use fp8_recipe='rowwise_with_gw_hp'."
-        )
-
-
-def _check_scales(args: FP8GRPOConfig) -> None:
-    """torchao 0.18 writes FP32 scales in its blockwise kernels."""
-    if args.fp8_recipe == "blockwise" and args.fp8_scale_rounding != "none":
-        raise ValueError(
-            f"fp8_scale_rounding={args.fp8_scale_rounding!r} with fp8_recipe='blockwise': torchao's blockwise kernels "
-            "compute FP32 scales only. Set fp8_scale_rounding='none', or fp8_emulate=True."
         )
