@@ -88,6 +88,19 @@ def sample(model_path: str, num_prompts: int, num_generations: int, length: int,
     }
 
 
+def off_the_ties(model: torch.nn.Module) -> None:
+    """Move every weight by a random part of half a BF16 step.
+
+    A BF16 number has 8 significant bits and an e4m3 number 4, so 1/16 of the weights of a BF16 checkpoint lie exactly
+    half-way between two FP8 numbers where the scale is a power of two. In FP32 an optimizer step of any size tips all
+    of them over, each in the direction of the step.
+    """
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + 2**-8 * (torch.rand(parameter.shape, generator=generator) - 0.5))
+
+
 def run(recipe: str, rounding: str, samples: dict, options: argparse.Namespace, folder: str) -> dict:
     def rollout(prompts, trainer):
         count = {}
@@ -117,8 +130,11 @@ def run(recipe: str, rounding: str, samples: dict, options: argparse.Namespace, 
         disable_tqdm=True,
         logging_steps=4,
     )
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
+    if options.dither:
+        off_the_ties(model)
     trainer = FP8GRPOTrainer(
-        AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32),
+        model,
         random_reward,
         args,
         train_dataset=Dataset.from_dict({"prompt": list(samples)}),
@@ -162,6 +178,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--learning_rate", type=float, default=1e-6)
     parser.add_argument("--bf16", action="store_true", help="compute in BF16 autocast (slow on most CPUs)")
+    parser.add_argument("--dither", action="store_true", help="start from weights off the ties of a BF16 checkpoint")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--recipes", nargs="+", default=None, help="recipe or recipe:rounding")
     parser.add_argument("--output", type=Path, default=ROOT / "outputs" / "ratio_noise.jsonl")
@@ -178,7 +195,8 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 r = run(recipe, rounding, samples, options, folder)
             with options.output.open("a") as file:
-                file.write(json.dumps({"seed": seed, "learning_rate": options.learning_rate, **r}) + "\n")
+                settings = {"seed": seed, **{k: getattr(options, k) for k in ("learning_rate", "bf16", "dither")}}
+                file.write(json.dumps({**settings, **r}) + "\n")
             print(
                 f"| {seed} | {recipe} | {rounding} | {r['tokens']} | {r['prob_nmae']:.2%} | {r['ratio_nmae']:.2%} | "
                 f"{r['amplification']:.2f} | {r['fp8_below_0.8']:.2%} | {r['ref_below_0.8']:.2%} | "
