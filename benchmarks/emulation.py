@@ -3,7 +3,8 @@
     OMP_NUM_THREADS=1 .venv/bin/python benchmarks/emulation.py
     OMP_NUM_THREADS=1 .venv/bin/python benchmarks/emulation.py --profile blockwise --steps 4
 
-The embedded task, sampling included, medians; or the operators of one recipe in the profiler. On a GPU with FP8 kernels this says nothing: see scripts/gpu_check.sh.
+The embedded task, sampling included, medians; or the operators of one recipe in the profiler. On a GPU with FP8
+kernels this says nothing: see scripts/gpu_check.sh.
 """
 
 import argparse

@@ -245,4 +245,8 @@ def report(trainer: FP8GRPOTrainer, before: float | None, after: float | None, s
 
 
 if __name__ == "__main__":
-    main(*parse(sys.argv[1:]))
+    try:
+        arguments = parse(sys.argv[1:])
+    except ValueError as error:  # a setting: its message says all, a traceback adds nothing
+        sys.exit(f"grpo_fp8.py: {error}")
+    main(*arguments)

@@ -66,7 +66,8 @@ def table(
     elif not entries:
         title = "No token with a negative advantage in the log: no group of completions had unequal rewards"
     else:
-        title = f"Fixed bounds; shares are means over the last {len(window)} log entries"
+        means = f"means over the last {len(window)} log entries" if len(window) > 1 else "those of the last log entry"
+        title = f"No recalibration; shares are {means}"
     width = max((len(name) for name, _ in rows), default=0) + 2
     lines = [title, *(f"{name:<{width}}{value}" for name, value in rows)]
     rule = "-" * max(len(line) for line in lines)

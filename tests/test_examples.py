@@ -364,7 +364,7 @@ def test_table_means_are_over_the_second_half_of_the_recalibrations():
 def test_table_of_a_run_with_fixed_bounds_leaves_rows_out():
     history = [{k: v for k, v in entry.items() if not k.startswith("calibration/")} for entry in HISTORY]
     text = run_report.table(history, (0.8, 1.24), (0.8, 1.24), policy="BF16")
-    assert text.splitlines()[1] == "Fixed bounds; shares are means over the last 2 log entries"
+    assert text.splitlines()[1] == "No recalibration; shares are means over the last 2 log entries"
     assert "clipped A<0 tokens: BF16 at the L in force  1.00 %" in text
     assert "FP8" not in text
     assert "reward" not in text
