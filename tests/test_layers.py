@@ -28,7 +28,8 @@ ALLOWED = {
     "measure": ({"clip_statistics", "clipping", "diagnostics", "metrics"}, {"torch"}),
     "switchable": (set(), {"torch"}),
     "blockwise": ({"_upstream", "switchable"}, {"torch"}),
-    "float8": ({"_upstream", "blockwise", "switchable"}, {"torch"}),
+    "float8_matmul": ({"_upstream"}, {"torch"}),
+    "float8": ({"_upstream", "blockwise", "float8_matmul", "switchable"}, {"torch"}),
     "config_checks": ({"clipping"}, set()),
     "pairing": (set(), set()),
     "config": ({"clipping", "config_checks", "pairing"}, {"trl"}),
@@ -42,6 +43,8 @@ ALLOWED = {
     ),
     "checks": ({"callbacks", "clipping", "config", "config_checks"}, {"torch", "transformers"}),
     "callbacks": ({"clip_statistics", "clipping"}, {"transformers"}),
+    "export": ({"blockwise", "float8", "parity"}, {"torch", "safetensors", "transformers"}),
+    "reference": ({"config", "float8", "switchable"}, {"torch", "transformers"}),
     "report": ({"callbacks", "config", "float8"}, set()),
     "trainer": (set(MODULES), {"torch", "trl", "transformers", "accelerate"}),
 }

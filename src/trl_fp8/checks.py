@@ -43,7 +43,8 @@ def check_arguments(args: Any, model: Any, quantization_config: Any) -> None:
     if quantization_config is not None:
         raise ValueError(
             f"quantization_config={type(quantization_config).__name__} quantises the weights that fp8_recipe="
-            f"{args.fp8_recipe!r} has to train. Drop it, or set fp8_recipe='none'."
+            f"{args.fp8_recipe!r} quantises itself, in every forward pass (also with an adapter: no QLoRA). Drop it, "
+            "or set fp8_recipe='none'."
         )
     if isinstance(model, str):
         config = AutoConfig.from_pretrained(model, trust_remote_code=args.trust_remote_code)

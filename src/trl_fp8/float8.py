@@ -28,11 +28,11 @@ from ._upstream import (
     Float8Linear,
     Float8LinearConfig,
     adapter_modules,
-    matmul_with_hp_or_float8_args,
     module_hooks,
     swap_linear_layers,
 )
 from .blockwise import BlockwiseConfig, BlockwiseLinear
+from .float8_matmul import Float8Matmul
 from .switchable import SwitchableLinear
 
 
@@ -46,7 +46,7 @@ class SwitchableFloat8Linear(SwitchableLinear, Float8Linear):
     """TorchAO's `Float8Linear`; its own forward quantises the FP32 master and reads one autocast dtype everywhere."""
 
     def quantized_matmul(self, rows: Tensor, weight: Tensor) -> Tensor:
-        return matmul_with_hp_or_float8_args.apply(rows, weight.t(), self.linear_mm_config, self.config)
+        return Float8Matmul.apply(rows, weight, self.linear_mm_config, self.config)
 
 
 @dataclasses.dataclass(frozen=True)

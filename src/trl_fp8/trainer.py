@@ -18,6 +18,7 @@ from .diagnostics import upper_tail
 from .float8 import ConversionReport, convert_model
 from .measure import Capture, MicroBatch, drop_unscored, measure, measure_rollout
 from .metrics import Metric, MetricWindow
+from .reference import ReferencePrecision
 from .report import startup_line
 from .shadow import Stopwatch, shadow_pass
 
@@ -25,7 +26,7 @@ from .shadow import Stopwatch, shadow_pass
 logger = logging.getLogger(__name__)
 
 
-class FP8GRPOTrainer(GRPOTrainer):
+class FP8GRPOTrainer(ReferencePrecision, GRPOTrainer):
     """GRPO in FP8, stable: [`~trl.GRPOTrainer`] whose linears train in FP8 and whose clip bounds are calibrated.
 
     Takes the arguments of [`~trl.GRPOTrainer`], with [`FP8GRPOConfig`] as `args`. With `fp8_recipe="none"` and
