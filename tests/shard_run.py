@@ -13,8 +13,10 @@ from collections import Counter
 from pathlib import Path
 
 import torch
-from conftest import VOCABULARY, build_dataset, build_model, build_trainer
+from conftest import VOCABULARY, build_dataset, build_model, build_moe, build_trainer
 from trl.trainer import grpo_trainer
+
+from trl_fp8.switchable import SwitchableLinear
 
 
 WORLD = 2
@@ -69,7 +71,11 @@ def run(folder: Path, request: dict) -> dict:
         extra["rollout_func"] = fixed_rollout
         if "RANK" not in os.environ:
             settings["per_device_train_batch_size"] *= WORLD
-    model = build_model(**request.get("model", {}))
+    model = build_moe() if request.get("moe") else build_model()
+    if settings.get("beta"):  # TRL loads the reference from where the policy came from
+        base = folder / f"base{os.environ.get('RANK', 0)}"
+        model.save_pretrained(base)
+        model.config._name_or_path = str(base)
     trainer = build_trainer(folder / request.get("folder", request["name"]), model=model, trainer=extra, **settings)
     bounds = []
     end = trainer._end_generation
@@ -77,11 +83,13 @@ def run(folder: Path, request: dict) -> dict:
     resume = request.get("resume")
     trainer.train(resume_from_checkpoint=str(folder / resume) if resume else None)
     trainer.save_model(str(folder / request["name"] / "final"))
+    reference = 0 if trainer.ref_model is None else trainer.ref_model.modules()
     return {
         "bounds": bounds,
+        "reference": sum(isinstance(m, SwitchableLinear) for m in reference) if reference else 0,
+        "report": str(trainer.conversion_report),
         "log": trainer.state.log_history,
         "type": str(trainer.accelerator.distributed_type),
-        "converted": len(trainer.conversion_report.converted) if trainer.conversion_report else 0,
     }
 
 

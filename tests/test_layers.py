@@ -45,6 +45,7 @@ ALLOWED = {
     "callbacks": ({"clip_statistics", "clipping"}, {"transformers"}),
     "export": ({"blockwise", "float8", "parity"}, {"torch", "safetensors", "transformers"}),
     "reference": ({"config", "float8", "switchable"}, {"torch", "transformers"}),
+    "checkpoints": ({"_upstream", "config"}, set()),
     "report": ({"callbacks", "config", "float8"}, set()),
     "trainer": (set(MODULES), {"torch", "trl", "transformers", "accelerate"}),
 }

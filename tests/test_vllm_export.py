@@ -40,7 +40,9 @@ def test_excluded_layers_are_bf16_in_both(tmp_path):
     }
 
 
-def layer_kinds(model):
-    from trl_fp8.parity import engine_layers
+def has_weight(module):
+    return isinstance(getattr(module, "weight", None), torch.Tensor)
 
-    return {name: method is not None and "Embedding" not in method for name, method in engine_layers(model).items()}
+
+def layer_kinds(model):
+    return {name: module.weight.dtype.itemsize == 1 for name, module in model.named_modules() if has_weight(module)}

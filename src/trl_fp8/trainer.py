@@ -12,6 +12,7 @@ from trl import GRPOTrainer
 from . import checks, kernels, rollout
 from .alarms import mismatch_alarms
 from .callbacks import CalibratedClippingCallback, ClippingPolicy
+from .checkpoints import WholeCheckpoints
 from .clipping import ClipStatistics, importance_weight
 from .config import FP8GRPOConfig
 from .diagnostics import upper_tail
@@ -26,7 +27,7 @@ from .shadow import Stopwatch, shadow_pass
 logger = logging.getLogger(__name__)
 
 
-class FP8GRPOTrainer(ReferencePrecision, GRPOTrainer):
+class FP8GRPOTrainer(ReferencePrecision, WholeCheckpoints, GRPOTrainer):
     """GRPO in FP8, stable: [`~trl.GRPOTrainer`] whose linears train in FP8 and whose clip bounds are calibrated.
 
     Takes the arguments of [`~trl.GRPOTrainer`], with [`FP8GRPOConfig`] as `args`. With `fp8_recipe="none"` and
