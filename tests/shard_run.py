@@ -10,12 +10,15 @@ import os
 import random
 import sys
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import torch
 from conftest import VOCABULARY, build_dataset, build_model, build_moe, build_trainer
 from trl.trainer import grpo_trainer
 
+from trl_fp8 import compiling
+from trl_fp8 import trainer as trainer_module
 from trl_fp8.switchable import SwitchableLinear
 
 
@@ -60,6 +63,10 @@ def split_as_two_ranks(batch: dict) -> dict:
     return {key: permuted(value) for key, value in batch.items()}
 
 
+def base_folder(folder: Path) -> Path:
+    return folder / f"base{os.environ.get('RANK', 0)}"
+
+
 def run(folder: Path, request: dict) -> dict:
     settings = {**SETTINGS, "use_cpu": os.environ.get("ACCELERATE_TORCH_DEVICE") != "cpu", **request["settings"]}
     extra = {"eval_dataset": build_dataset(16)}
@@ -73,9 +80,7 @@ def run(folder: Path, request: dict) -> dict:
             settings["per_device_train_batch_size"] *= WORLD
     model = build_moe() if request.get("moe") else build_model()
     if settings.get("beta"):  # TRL loads the reference from where the policy came from
-        base = folder / f"base{os.environ.get('RANK', 0)}"
-        model.save_pretrained(base)
-        model.config._name_or_path = str(base)
+        model.config._name_or_path = str(base_folder(folder))
     trainer = build_trainer(folder / request.get("folder", request["name"]), model=model, trainer=extra, **settings)
     bounds = []
     end = trainer._end_generation
@@ -94,8 +99,11 @@ def run(folder: Path, request: dict) -> dict:
 
 
 def main(folder: Path, requests: list[dict]) -> None:
+    build_model().save_pretrained(base_folder(folder))  # before there is a world, in which only rank 0 writes
     shuffle, results = grpo_trainer.shuffle_sequence_dict, {}
     for request in requests:
+        # Graphs are traced and differentiated as ever, and not turned into C++, which takes minutes
+        trainer_module.compile_layers = partial(compiling.compile_layers, backend="aot_eager")
         grpo_trainer.shuffle_sequence_dict = split_as_two_ranks if request.get("fixed") else shuffle
         results[request["name"]] = run(folder, request)
     grpo_trainer.shuffle_sequence_dict = shuffle

@@ -41,7 +41,13 @@ OWN = {
     "resumed": {"name": "resumed", "resume": "whole/checkpoint-4", "settings": SAVING},
     "moe": {"name": "moe", "moe": True, "settings": {}},
     "reference": {"name": "reference", "settings": {"beta": 0.1, "ref_precision": "same"}},
+    "compiled": {"name": "compiled", "settings": {"fp8_compile": True, "gradient_checkpointing": False}},
+    "compiled-checkpointed": {
+        "name": "compiled-checkpointed",
+        "settings": {"fp8_compile": True, "gradient_checkpointing": True, "fp8_recipe": "tensorwise"},
+    },
 }
+REFUSED = {("zero3", "compiled"), ("zero3", "compiled-checkpointed")}  # tests/test_compiling.py
 FAST = {"fsdp2": ("none-full", "rowwise-full", "rowwise-lora", "whole", "resumed"), "zero3": ("rowwise-full",)}
 
 
@@ -80,7 +86,8 @@ def runs(tmp_path_factory):
                     done[key] = launch("one", [every[n] for n in names], folder), folder
                 results, folder = done[key]
                 return [rank[name] for rank in results], folder / name
-            names = [n for n in every if (n in FAST.get(strategy, ())) == fast]
+            wanted = [n for n in every if (strategy, n) not in REFUSED]
+            names = [n for n in wanted if (n in FAST.get(strategy, ())) == fast]
             folder = tmp_path_factory.mktemp(f"{strategy}-{'fast' if fast else 'slow'}")
             done[strategy, fast] = launch(strategy, [every[n] for n in names], folder), folder
         results, folder = done[strategy, fast]
@@ -184,3 +191,18 @@ def test_a_reference_in_fp8_is_converted_before_it_is_sharded(strategy, runs):
     assert first["reference"] == second["reference"] == 14
     assert first["bounds"] == second["bounds"]
     assert all(kl >= 0 for kl in logged(first, "kl"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["compiled", "compiled-checkpointed"])
+@pytest.mark.parametrize("strategy", [strategy for strategy in STRATEGIES if (strategy, "compiled") not in REFUSED])
+def test_compiled_layers_train_and_decide_together(strategy, name, runs):
+    (first, second), _ = runs(strategy, name)
+    assert first["bounds"] == second["bounds"]
+    assert first["bounds"][1] != (0.6, 1.8)
+    (eager, _), _ = runs(strategy, "whole")
+    if name == "compiled":
+        # The same steps with other rounding; measured 1.1e-3 at most
+        for ours, theirs in zip(logged(first, "loss"), logged(eager, "loss"), strict=True):
+            assert ours == pytest.approx(theirs, abs=2e-2)
+    assert all(0 < norm < 10 for norm in logged(first, "grad_norm"))

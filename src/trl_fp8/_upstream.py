@@ -77,6 +77,7 @@ TRL_OVERRIDES = {
     "get_high_entropy_mask": ("self", "entropies", "mask", "threshold"),
     "training_step": ("self", "model", "inputs", "num_items_in_batch"),
     "log": ("self", "logs", "start_time"),
+    "_generate_single_turn": ("self", "prompt_ids", "images", "multimodal_fields", "num_generations"),
 }
 
 # trl 1.16: methods of `VLLMGeneration` that `RolloutEngine` overrides or iterates over, with their parameters. Delete

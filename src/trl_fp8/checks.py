@@ -14,6 +14,7 @@ from .callbacks import CalibratedClippingCallback
 from .clipping import ClipSearch
 from .config import FP8GRPOConfig
 from .config_checks import check_calibration
+from .strategies import World, check_strategy
 
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ def check_datasets(trainer: "FP8GRPOTrainer") -> None:
 def check_model(trainer: "FP8GRPOTrainer") -> None:
     """What the loaded model must not have."""
     args, model = trainer.args, trainer.model
+    check_strategy(args, World.of(trainer.accelerator))
     if args.use_calibrated_clipping or trainer._policies():
         _refuse_noise(model)
     if args.fp8_recipe != "none":

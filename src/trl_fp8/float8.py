@@ -87,6 +87,8 @@ def layer_factory(recipe: str, scale_rounding: str, emulate: bool) -> Callable[[
             layer = BlockwiseLinear.from_float(linear, BlockwiseConfig(emulate, scale_rounding == "power_of_2"))
         else:
             layer = SwitchableFloat8Linear.from_float(linear, config=float8_config(recipe, scale_rounding, emulate))
+        # On the instance from the start: a graph that was compiled while only the class had it is compiled again
+        layer.high_precision = False
         return layer.train(linear.training)
 
     return from_float
