@@ -11,7 +11,6 @@ import runpy
 import sys
 from pathlib import Path
 
-import torch
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from transformers import training_args

@@ -113,7 +113,7 @@ BAD_VALUES = [
         {"use_vllm": True, "vllm_kv_cache_dtype": "fp8", "vllm_enable_sleep_mode": True},
         "vllm_kv_cache_dtype='fp8' with vllm_enable_sleep_mode=True",
     ),
-    ({"fp8_fsdp_all_gather": True}, "not built yet"),
+    ({"fp8_fsdp_all_gather": True}, "reference pass has none to read"),
     ({"calibration_interval": 0}, "calibration_interval=0 never comes round"),
     ({"calibration_interval": -5}, "calibration_interval=-5 never comes round"),
     ({"calibration_interval": 2.5}, "calibration_interval=2.5 has the wrong type"),

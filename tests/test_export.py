@@ -23,7 +23,7 @@ def read(folder):
     tensors = {}
     for file in folder.glob("*.safetensors"):
         with safe_open(file, framework="pt") as opened:
-            tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - no mapping
+            tensors |= {name: opened.get_tensor(name) for name in opened.keys()}
     return tensors
 
 

@@ -56,9 +56,7 @@ def history(result, start):
         pytest.param(["saving:1"], None, marks=pytest.mark.slow),  # the first checkpoint: nothing to resume from
         pytest.param(["saving:12"], 8, marks=pytest.mark.slow),
         # killed again and again, at the same place too
-        pytest.param(
-            ["generation:2", "saving:2", "saving:1", "recalibration:1", "step:5"], 8, marks=pytest.mark.slow
-        ),
+        pytest.param(["generation:2", "saving:2", "saving:1", "recalibration:1", "step:5"], 8, marks=pytest.mark.slow),
     ],
 )
 def test_killed_and_resumed_it_ends_where_the_uninterrupted_run_ends(points, resumed_from, tmp_path, uninterrupted):

@@ -30,7 +30,7 @@ def test_a_mixture_of_experts_trains_and_every_part_moves(recipe, tmp_path):
 
 
 def test_routing_is_that_of_bf16_in_the_shadow_pass(batch):
-    """The reference ratio of a mixture includes which experts are taken, so the shadow pass must choose them itself."""
+    """The reference includes which experts are taken, so the shadow pass must choose them itself."""
     from copy import deepcopy
 
     from trl_fp8.float8 import convert_model, high_precision

@@ -1,10 +1,11 @@
-"""DDP, FSDP2, ZeRO-2 and ZeRO-3 on two real processes (gloo), started by `accelerate launch` with the files in configs.
+"""DDP, FSDP2, ZeRO-2 and ZeRO-3 on two real processes (gloo), started by `accelerate launch`.
 
 Two processes see the tokens one process sees (`shard_run.py`), so their loss may differ from its by rounding only. In
 FP8 the weight gradient is one sum per micro-batch, whose scales depend on what else is in it (all recipes but
 rowwise_with_gw_hp), and a micro-batch here is half of one process's: that is FP8 noise, measured below.
 """
 
+import json
 import os
 import re
 import subprocess
@@ -52,8 +53,6 @@ FAST = {"fsdp2": ("none-full", "rowwise-full", "rowwise-lora", "whole", "resumed
 
 
 def launch(strategy, requests, folder):
-    import json
-
     script = [str(ROOT / "tests" / "shard_run.py"), str(folder), json.dumps(requests)]
     if strategy == "one":
         command = [sys.executable, *script]
@@ -71,7 +70,7 @@ def launch(strategy, requests, folder):
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory):
-    """`runs(strategy, name)`: what each rank saw of one run, and the folder. One launch per strategy and set of runs."""
+    """`runs(strategy, name)`: what each rank saw, and the folder. One launch per strategy and set of runs."""
     done = {}
 
     def get(strategy, name):
@@ -157,10 +156,10 @@ def test_the_saved_adapter_is_bf16_or_fp32_and_complete(strategy, name, runs):
     assert all(tensor.abs().sum() > 0 for tensor in trained)
 
 
-@pytest.mark.parametrize("strategy", [pytest.param(s, marks=() if s == "fsdp2" else pytest.mark.slow) for s in STRATEGIES])
-def test_a_run_resumed_at_a_batch_boundary_repeats_the_uninterrupted_one(strategy, runs):
+@pytest.mark.parametrize(("strategy", "name"), cells("resumed"))
+def test_a_run_resumed_at_a_batch_boundary_repeats_the_uninterrupted_one(strategy, name, runs):
     (whole, _), whole_folder = runs(strategy, "whole")
-    (resumed, other), resumed_folder = runs(strategy, "resumed")
+    (resumed, other), resumed_folder = runs(strategy, name)
     assert resumed["bounds"] == other["bounds"] == whole["bounds"][1:]
     skipped = re.compile("time|runtime|per_second|num_converted|train_loss|total_flos")
     last = [

@@ -19,7 +19,7 @@ from torchao.float8.config import Float8LinearConfig
 from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
 from torchao.float8.float8_linear_utils import swap_linear_layers
 
-# transformers 5.24: what deletes old checkpoints; no public path. Delete when transformers writes checkpoints atomically.
+# transformers 5.24: what deletes old checkpoints. Delete when transformers writes them atomically.
 from transformers.trainer_utils import rotate_checkpoints
 
 # trl 1.16: `VLLMGeneration` has no public path and no hook for engine arguments or for the weight sync; its module and

@@ -56,7 +56,7 @@ class WholeCheckpoints(_Base):
             ValueError: the checkpoint was only half written, or none is whole.
         """
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = last_whole_checkpoint(self.args.output_dir)
+            resume_from_checkpoint = last_whole_checkpoint(self.args.output_dir or ".")
         elif resume_from_checkpoint and Path(resume_from_checkpoint, MARKER).exists():
             raise ValueError(
                 f"resume_from_checkpoint={str(resume_from_checkpoint)!r} was only half written when its run was "
@@ -66,7 +66,7 @@ class WholeCheckpoints(_Base):
 
 
 def last_whole_checkpoint(output_dir: str | os.PathLike) -> str | bool:
-    """The checkpoint of the highest step that is whole; `True`, which transformers refuses, where there is none at all.
+    """The checkpoint of the highest step that is whole; `True`, which transformers refuses, where there is none.
 
     Raises:
         ValueError: there are checkpoints, and all of them are half written.
@@ -76,7 +76,7 @@ def last_whole_checkpoint(output_dir: str | os.PathLike) -> str | bool:
     whole = [path for path in found if not (path / MARKER).exists()]
     if found and not whole:
         raise ValueError(
-            f"resume_from_checkpoint=True: {', '.join(sorted(path.name for path in found))} in {str(folder)!r} was only "
-            "half written when its run was stopped, and there is no other. Start without resume_from_checkpoint."
+            f"resume_from_checkpoint=True: {', '.join(sorted(path.name for path in found))} in {str(folder)!r} was "
+            "only half written when its run was stopped, and there is no other. Start without resume_from_checkpoint."
         )
     return str(max(whole, key=lambda path: int(path.name.split("-")[1]))) if whole else True

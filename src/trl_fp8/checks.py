@@ -112,7 +112,9 @@ def check_policies(trainer: "FP8GRPOTrainer") -> None:
     if isinstance(policies[0], CalibratedClippingCallback):
         check_calibration(args, policies[0].search)
     defaults = {f.name: f.default for f in fields(FP8GRPOConfig)}
-    ignored = [name for name in POLICY_SETTINGS if getattr(args, name) != defaults[name]]
+    own = policies[0].state()["args"] if isinstance(policies[0], CalibratedClippingCallback) else {}
+    given = {name: getattr(args, name) for name in POLICY_SETTINGS}
+    ignored = [name for name, value in given.items() if value not in (defaults[name], own.get(name))]
     if ignored:
         logger.warning(
             f"{', '.join(ignored)} of FP8GRPOConfig have no effect: the clipping policy passed in callbacks "

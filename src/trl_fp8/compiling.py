@@ -1,7 +1,7 @@
 """`fp8_compile`: each decoder layer compiled, which is what makes FP8 faster than BF16 on a GPU (fused casts).
 
-One graph serves all layers and all lengths: the sequence length is a symbol from the start, so that a run compiles once
-for passes with gradients and once for those without, however its batches vary. What runs eagerly all the same:
+One graph serves all layers and all lengths: the sequence length is a symbol from the start, so that a run compiles
+once for passes with gradients and once for those without, however its batches vary. What runs eagerly all the same:
 
     shadow passes   so that the reference is bit for bit the unconverted model; they are rare
     generation      a cache that grows by a token would be a graph of its own, and pays for nothing
@@ -41,7 +41,7 @@ def decoder_layers(model: Any) -> list[nn.Module]:
 
 
 def compile_layers(model: Any, backend: str | Callable = "inductor") -> int:
-    """Compile each decoder layer in place, before anything wraps it; names and parameters stay. Returns their number."""
+    """Compile each decoder layer in place, before anything wraps it; names stay. Returns their number."""
     # torchao works around a miscompiled cast (triton-lang/triton#11111) in its public entry point, which we do not
     # convert with. On a module without linears that is all it does
     convert_to_float8_training(nn.Sequential())

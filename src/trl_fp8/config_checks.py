@@ -95,7 +95,11 @@ def check_values(args: "FP8GRPOConfig", own_fields: Iterable[str]) -> None:
         )
     args.clip_search.check_start(args.clip_lower_init, args.clip_upper_init)
     if args.fp8_fsdp_all_gather:
-        raise ValueError("fp8_fsdp_all_gather=True is not built yet in this version. Leave it False.")
+        raise ValueError(
+            "fp8_fsdp_all_gather=True lets only FP8 weights reach a layer (torchao 0.18 gathers one format), so the "
+            "BF16 reference pass has none to read, and the FP32 masters would be quantised where the rollout quantises "
+            "their BF16 values. Leave it False: FSDP2 then gathers BF16, twice the bytes."
+        )
 
 
 def check_accelerate_fp8(args: "FP8GRPOConfig") -> None:

@@ -45,7 +45,9 @@ STRATEGIES = {
 _SHARD_BYTES = 4 * 2**30
 
 
-def export_fp8(checkpoint: str | Path, output: str | Path, recipe: str = "rowwise", exclude: Iterable[str] = ()) -> int:
+def export_fp8(
+    checkpoint: str | Path, output: str | Path, recipe: str = "rowwise", exclude: Iterable[str] = ()
+) -> int:
     """Quantise a plain `transformers` checkpoint for vLLM.
 
     Args:
@@ -65,7 +67,7 @@ def export_fp8(checkpoint: str | Path, output: str | Path, recipe: str = "rowwis
     if recipe not in STRATEGIES:
         raise ValueError(f"fp8_recipe={recipe!r} has no FP8 weights to export. Use one of {', '.join(STRATEGIES)}.")
     if target.exists():
-        raise ValueError(f"output={str(target)!r} exists, and a mix of two checkpoints loads as garbage. Name a new one.")
+        raise ValueError(f"output={str(target)!r} exists, and a mix of two checkpoints is garbage. Name a new one.")
     files = _weight_files(source)
     converted, kept = _layers(source, recipe, list(exclude))
     fused_amax = _fused_amax(files, converted) if recipe == "tensorwise" else {}
@@ -154,8 +156,8 @@ def _weight_files(source: Path) -> list[Path]:
     files = sorted(source.glob("model*.safetensors"))
     if not files or not (source / "config.json").exists():
         raise ValueError(
-            f"{source} holds no config.json with model*.safetensors. Pass the directory trainer.save_model has written "
-            "(a checkpoint of sharded optimizer files has to be consolidated first)."
+            f"{source} holds no config.json with model*.safetensors. Pass what trainer.save_model has "
+            "written (a checkpoint of sharded optimizer files has to be consolidated first)."
         )
     return files
 
@@ -163,7 +165,7 @@ def _weight_files(source: Path) -> list[Path]:
 def _tensors(files: Iterable[Path]) -> Iterator[tuple[str, Tensor]]:
     for file in files:
         with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - no mapping
+            for name in tensors.keys():
                 yield name, tensors.get_tensor(name)
 
 
@@ -241,7 +243,9 @@ def _copy_rest(source: Path, target: Path) -> None:
 
 def main(argv: list[str] | None = None, say: Callable[[str], Any] = print) -> None:
     """The command line of [`export_fp8`]."""
-    parser = argparse.ArgumentParser(prog="python -m trl_fp8.export", description=export_fp8.__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m trl_fp8.export", description="Quantise a plain transformers checkpoint for vLLM."
+    )
     parser.add_argument("checkpoint", help="directory that trainer.save_model has written")
     parser.add_argument("output", help="directory to create")
     parser.add_argument("--fp8_recipe", default="rowwise", choices=sorted(STRATEGIES), help="of the training run")

@@ -5,7 +5,7 @@ started from, and the KL at step 0 is the distance FP8 makes (it does not shrink
 (`"same"`) starts at KL 0, and everything the KL then grows by is training.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -50,15 +50,15 @@ class ReferencePrecision(_Base):
             )
         self._ref_model = model
 
-    def _get_per_token_logps_and_entropies(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         if self.beta != 0 and self.args.ref_precision == "bf16" and without_adapter(self.model):
-            with high_precision(self.model):
+            with high_precision(cast(nn.Module, self.model)):
                 return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
         return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
 
 
 def without_adapter(model: Any) -> bool:
-    """Whether a PEFT model computes as TRL's reference does: adapters off, or its frozen copy `"ref"` in their place."""
+    """Whether a PEFT model computes as TRL's reference does: adapters off, or the frozen copy `"ref"`."""
     if not hasattr(model, "get_model_status"):
         return False
     status = model.get_model_status()

@@ -1,4 +1,4 @@
-"""Which ways of spreading a run over processes work with FP8 layers, and which are refused. The table: docs/distributed.md"""
+"""Which ways of spreading a run over processes FP8 layers work with, and which are refused: docs/distributed.md."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -54,9 +54,9 @@ def check_strategy(args: FP8GRPOConfig, world: World) -> None:
         )
     if world.model_parallel:
         raise ValueError(
-            f"{', '.join(world.model_parallel)} in accelerate's parallelism_config splits layers or sequences, and the "
-            f"scales of fp8_recipe={args.fp8_recipe!r} would be those of a part. Use data parallelism (DDP, FSDP2, "
-            "ZeRO), or fp8_recipe='none'."
+            f"{', '.join(world.model_parallel)} in accelerate's parallelism_config splits layers or sequences, and "
+            f"the scales of fp8_recipe={args.fp8_recipe!r} would be those of a part. Use data parallelism (DDP, "
+            "FSDP2, ZeRO), or fp8_recipe='none'."
         )
 
 
@@ -65,22 +65,23 @@ def _check_compile(args: FP8GRPOConfig, world: World) -> None:
         return
     if args.fp8_recipe == "none":
         raise ValueError(
-            "fp8_compile=True with fp8_recipe='none' has no FP8 layer to speed up. Use transformers' torch_compile, or "
-            "set fp8_compile=False."
+            "fp8_compile=True with fp8_recipe='none' has no FP8 layer to speed up. Use transformers' torch_compile, "
+            "or set fp8_compile=False."
         )
     if args.torch_compile:
         raise ValueError(
-            "fp8_compile=True with torch_compile=True would compile each layer inside a compiled model. Set one of them."
+            "fp8_compile=True with torch_compile=True would compile each layer inside a compiled one. Set one of them."
         )
     if (args.gradient_checkpointing or world.fsdp_checkpointing) and args.fp8_recipe != "tensorwise":
         raise ValueError(
-            f"fp8_compile=True with activation checkpointing (gradient_checkpointing={args.gradient_checkpointing}) and fp8_recipe={args.fp8_recipe!r}: recomputed casts are "
-            "fused otherwise than the first ones, which has given NaN on GPUs (pytorch/torchtitan#1056), and this "
-            "project has no GPU result that says otherwise. Set gradient_checkpointing=False, fp8_compile=False, or "
+            f"fp8_compile=True with gradient_checkpointing={args.gradient_checkpointing} (FSDP's own: "
+            f"{world.fsdp_checkpointing}) and fp8_recipe={args.fp8_recipe!r}: recomputed casts are fused otherwise "
+            "than the first ones, which has given NaN on GPUs (pytorch/torchtitan#1056), and this project has no GPU "
+            "result that says otherwise. Set gradient_checkpointing=False, fp8_compile=False, or "
             "fp8_recipe='tensorwise'."
         )
     if world.zero_stage == 3:
         raise ValueError(
-            "fp8_compile=True with DeepSpeed ZeRO-3, whose hooks gather each linear's weight inside the layer and break "
-            "its graph there. Use FSDP2 (configs/accelerate/fsdp2.yaml) or ZeRO-2, or set fp8_compile=False."
+            "fp8_compile=True with DeepSpeed ZeRO-3, whose hooks gather each linear's weight inside the layer and "
+            "break its graph there. Use FSDP2 (configs/accelerate/fsdp2.yaml) or ZeRO-2, or set fp8_compile=False."
         )
