@@ -97,7 +97,7 @@ def check_values(args: "FP8GRPOConfig", own_fields: Iterable[str]) -> None:
     if args.fp8_fsdp_all_gather:
         raise ValueError(
             "fp8_fsdp_all_gather=True lets only FP8 weights reach a layer (torchao 0.18 gathers one format), so the "
-            "BF16 reference pass has none to read, and the FP32 masters would be quantised where the rollout quantises "
+            "BF16 reference pass has none to read, and the FP32 masters are quantised where the rollout quantises "
             "their BF16 values. Leave it False: FSDP2 then gathers BF16, twice the bytes."
         )
 
