@@ -42,10 +42,10 @@ quickstart: $(STAMP)
 		examples/grpo_fp8.py
 
 test: $(STAMP)
-	$(PYTEST) -m "$(FAST)" -n 2
+	$(PYTEST) -m "$(FAST)" -n 2 --dist loadgroup
 
 test-slow: $(STAMP)
-	$(PYTEST) -m "slow and not gpu and not vllm" -n 2
+	$(PYTEST) -m "slow and not gpu and not vllm" -n 2 --dist loadgroup
 
 # One process: tests share the GPU.
 test-gpu: $(STAMP)
