@@ -6,7 +6,13 @@ import pytest
 import torch
 from datasets import Dataset
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer
 
@@ -55,6 +61,23 @@ def build_model(seed: int = 0, **overrides) -> Qwen3ForCausalLM:
     }
     torch.manual_seed(seed)
     return Qwen3ForCausalLM(Qwen3Config(**config))
+
+
+def build_moe(seed: int = 0, **overrides) -> Qwen3MoeForCausalLM:
+    """Two layers of four fused experts, of which a token takes two; attention as in [`build_model`]."""
+    dense = build_model().config
+    shared = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    config = {
+        **{name: getattr(dense, name) for name in (*shared, "head_dim", "pad_token_id", "eos_token_id")},
+        "moe_intermediate_size": 32,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "bos_token_id": None,
+        "router_jitter_noise": 0.0,
+        **overrides,
+    }
+    torch.manual_seed(seed)
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**config))
 
 
 def build_dataset(size: int = 64) -> Dataset:

@@ -29,27 +29,39 @@ ALLOWED = {
     "switchable": (set(), {"torch"}),
     "emulation": ({"_upstream"}, {"torch"}),
     "blockwise": ({"_upstream", "emulation", "switchable"}, {"torch"}),
-    "float8": ({"_upstream", "blockwise", "emulation", "switchable"}, {"torch"}),
+    "float8_matmul": ({"_upstream"}, {"torch"}),
+    "float8": ({"_upstream", "blockwise", "emulation", "float8_matmul", "switchable"}, {"torch"}),
     "config_checks": ({"clipping"}, set()),
     "pairing": (set(), set()),
     "config": ({"clipping", "config_checks", "pairing"}, {"trl"}),
     "kernels": ({"config"}, {"torch"}),
-    "shadow": ({"_upstream", "float8"}, {"torch", "transformers"}),
+    "compiling": ({"config"}, {"torch", "torchao"}),
+    "shadow": ({"_upstream", "compiling", "float8"}, {"torch", "transformers"}),
     "parity": ({"float8"}, {"torch"}),
     "canary": (set(), {"torch", "vllm"}),
     "rollout": (
         {"_upstream", "canary", "config", "float8", "pairing", "parity"},
         {"torch", "transformers", "vllm"},
     ),
-    "checks": ({"callbacks", "clipping", "config", "config_checks"}, {"datasets", "torch", "transformers"}),
+    "strategies": ({"config"}, set()),
     "resume": (set(), {"transformers"}),
+    "checks": (
+        {"callbacks", "clipping", "config", "config_checks", "strategies"},
+        {"datasets", "torch", "transformers"},
+    ),
     "callbacks": ({"clipping", "resume"}, {"transformers"}),
+    "export": ({"blockwise", "float8", "parity"}, {"torch", "safetensors", "transformers"}),
+    "reference": ({"config", "float8", "switchable"}, {"torch", "transformers"}),
+    "checkpoints": ({"_upstream", "config"}, set()),
     "report": ({"callbacks", "config", "float8"}, set()),
     "trainer": (set(MODULES), {"torch", "trl", "transformers", "accelerate"}),
 }
 # Outside `_upstream`, libraries are used by the names their root exports. The exceptions are what the library's own
 # documentation tells users to import from a submodule.
-DOCUMENTED = {"transformers.trainer_callback": {"ExportableState"}}
+DOCUMENTED = {
+    "transformers.trainer_callback": {"ExportableState"},
+    "torchao.float8": {"convert_to_float8_training", "precompute_float8_dynamic_scale_for_fsdp"},
+}
 PUBLIC_AT_ROOT = ("accelerate", "peft", "torchao", "transformers", "trl", "vllm")
 
 

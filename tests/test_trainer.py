@@ -868,3 +868,8 @@ def test_losses_that_do_not_read_both_bounds_log_no_clip_metrics(settings, tmp_p
     keys = set().union(*trainer.state.log_history)
     assert "entropy_bins/1_inf" in keys
     assert not {key for key in keys if key.startswith("clip_bounds/") or key.startswith("clip_ratio/negative")}
+
+
+def test_settings_of_the_default_policy_are_not_called_ignored(tmp_path, caplog):
+    build_trainer(tmp_path, **{**CALIBRATED, "clip_lower_init": 0.7}).train()
+    assert "have no effect" not in caplog.text

@@ -30,7 +30,8 @@ def test_transformers_methods_have_the_parameters_we_rely_on(name):
 
 
 def test_every_override_of_a_parent_method_is_listed():
-    own = {name for name, member in vars(FP8GRPOTrainer).items() if inspect.isfunction(member)}
+    parts = FP8GRPOTrainer.__mro__[: FP8GRPOTrainer.__mro__.index(GRPOTrainer)]
+    own = {name for part in parts for name, member in vars(part).items() if inspect.isfunction(member)}
     overridden = {name for name in own if hasattr(GRPOTrainer, name)} - {"__init__"}
     assert overridden == {*_upstream.TRL_OVERRIDES, *_upstream.HF_OVERRIDES}
 
@@ -74,6 +75,23 @@ def test_hf_keeps_callback_states_by_class_name():
             return {"args": {}, "attributes": {"n": 1}}
 
     assert TrainerState(stateful_callbacks=[Stateful()]).stateful_callbacks == {"Stateful": Stateful().state()}
+
+
+def test_transformers_saves_checkpoints_where_we_mark_them():
+    source = inspect.getsource(Trainer._save_checkpoint)
+    assert 'f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"' in source
+    assert "self._get_output_dir(trial=trial)" in source
+    assert "save_total_limit=self.args.save_total_limit" in source
+    assert list(inspect.signature(_upstream.rotate_checkpoints).parameters)[:1] == ["output_dir"]
+    assert {"save_total_limit", "best_model_checkpoint", "use_mtime"} <= set(
+        inspect.signature(_upstream.rotate_checkpoints).parameters
+    )
+
+
+def test_trl_assigns_the_reference_before_it_shards_it():
+    source = inspect.getsource(GRPOTrainer.__init__)
+    built, sharded = "self.ref_model = create_model_from_path(", "self.ref_model = prepare_deepspeed(self.ref_model"
+    assert source.index(built) < source.index(sharded)
 
 
 def test_torchao_names():

@@ -24,6 +24,9 @@ from torchao.float8.float8_linear_utils import swap_linear_layers
 from torchao.float8.float8_ops import FLOAT8_OPS_TABLE
 from torchao.float8.float8_training_tensor import choose_scaled_mm_config
 
+# transformers 5.24: what deletes old checkpoints. Delete when transformers writes them atomically.
+from transformers.trainer_utils import rotate_checkpoints
+
 # trl 1.16: `VLLMGeneration` has no public path and no hook for engine arguments or for the weight sync; its module and
 # the trainer's are imported to replace one name in each while TRL constructs (`_replaced`). `empty_cache` is what TRL
 # calls before it wakes an engine. Delete when `GRPOTrainer` takes engine arguments (huggingface/trl#6776) and
@@ -58,6 +61,7 @@ __all__ = [
     "module_hooks",
     "reload_weights",
     "repack_tied_heads",
+    "rotate_checkpoints",
     "swap_linear_layers",
     "without_merging",
 ]
@@ -80,6 +84,7 @@ TRL_OVERRIDES = {
     "get_high_entropy_mask": ("self", "entropies", "mask", "threshold"),
     "training_step": ("self", "model", "inputs", "num_items_in_batch"),
     "log": ("self", "logs", "start_time"),
+    "_generate_single_turn": ("self", "prompt_ids", "images", "multimodal_fields", "num_generations"),
 }
 
 # trl 1.16: methods of `VLLMGeneration` that `RolloutEngine` overrides or iterates over, with their parameters. Delete
@@ -93,8 +98,13 @@ VLLM_OVERRIDES = {
 
 # transformers 5.24: `Trainer._load_callback_state` replaces an exportable callback by one built from the checkpoint's
 # constructor arguments when `restore_callback_states_from_checkpoint` is set, so the arguments of the old run would
-# win over those of the new one. Delete when HF restores into the callback that was passed.
-HF_OVERRIDES = {"_load_callback_state": ("self",)}
+# win over those of the new one. Delete when HF restores into the callback that was passed. `_save_checkpoint` and
+# `train`: with `rotate_checkpoints`.
+HF_OVERRIDES = {
+    "_load_callback_state": ("self",),
+    "_save_checkpoint": ("self", "model", "trial"),
+    "train": ("self", "resume_from_checkpoint", "trial", "ignore_keys_for_eval"),
+}
 
 
 def blockwise_kernels() -> Any:

@@ -17,6 +17,7 @@ from .callbacks import CalibratedClippingCallback
 from .clipping import ClipSearch
 from .config import FP8GRPOConfig
 from .config_checks import check_calibration
+from .strategies import World, check_strategy
 
 
 if TYPE_CHECKING:
@@ -46,7 +47,8 @@ def check_arguments(args: Any, model: Any, quantization_config: Any) -> None:
     if quantization_config is not None:
         raise ValueError(
             f"quantization_config={type(quantization_config).__name__} quantises the weights that fp8_recipe="
-            f"{args.fp8_recipe!r} has to train. Drop it, or set fp8_recipe='none'."
+            f"{args.fp8_recipe!r} quantises itself, in every forward pass (also with an adapter: no QLoRA). Drop it, "
+            "or set fp8_recipe='none'."
         )
     if isinstance(model, str):
         config = AutoConfig.from_pretrained(model, trust_remote_code=args.trust_remote_code)
@@ -100,6 +102,7 @@ def _check_rows(dataset: Dataset | IterableDataset) -> None:
 def check_model(trainer: "FP8GRPOTrainer") -> None:
     """What the loaded model must not have."""
     args, model = trainer.args, trainer.model
+    check_strategy(args, World.of(trainer.accelerator))
     if args.use_calibrated_clipping or trainer._policies():
         _refuse_noise(model)
     if args.fp8_recipe != "none":
@@ -128,7 +131,9 @@ def check_policies(trainer: "FP8GRPOTrainer") -> None:
     if isinstance(policies[0], CalibratedClippingCallback):
         check_calibration(args, policies[0].search)
     defaults = {f.name: f.default for f in fields(FP8GRPOConfig)}
-    ignored = [name for name in POLICY_SETTINGS if getattr(args, name) != defaults[name]]
+    own = policies[0].state()["args"] if isinstance(policies[0], CalibratedClippingCallback) else {}
+    given = {name: getattr(args, name) for name in POLICY_SETTINGS}
+    ignored = [name for name, value in given.items() if value not in (defaults[name], own.get(name))]
     if ignored:
         logger.warning(
             f"{', '.join(ignored)} of FP8GRPOConfig have no effect: the clipping policy passed in callbacks "

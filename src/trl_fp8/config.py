@@ -33,9 +33,13 @@ class FP8GRPOConfig(GRPOConfig):
             Patterns of linear layers to keep in high precision, matched with `fnmatch` against the full name or a
             dotted suffix of it. A pattern that matches nothing is an error.
         fp8_compile (`bool`, defaults to `False`):
-            Compile each decoder layer. Not built yet.
+            Compile each decoder layer, what makes FP8 faster than BF16 on a GPU. Shadow passes and generation run
+            eagerly.
         fp8_fsdp_all_gather (`bool`, defaults to `False`):
-            Gather weights in FP8 under FSDP2, tensorwise only. Not built yet.
+            Gather weights in FP8 under FSDP2. Refused: the reference pass needs them in BF16.
+        ref_precision (`str`, defaults to `"bf16"`):
+            Precision of the reference model where `beta` > 0: `"bf16"` for its own (the policy without its adapter
+            then runs in the run's own precision too), or `"same"` for the policy's FP8. Chosen by us.
 
     > Parameters that control Calibrated Clipping
 
@@ -112,9 +116,16 @@ class FP8GRPOConfig(GRPOConfig):
             "or a dotted suffix of it ('lm_head' matches 'model.lm_head'). A pattern that matches nothing is an error."
         },
     )
-    fp8_compile: bool = field(default=False, metadata={"help": "Compile each decoder layer. Not built yet."})
+    fp8_compile: bool = field(default=False, metadata={"help": "Compile each decoder layer, which FP8 needs to pay."})
     fp8_fsdp_all_gather: bool = field(
-        default=False, metadata={"help": "Gather weights in FP8 under FSDP2 (tensorwise only). Not built yet."}
+        default=False, metadata={"help": "Gather weights in FP8 under FSDP2. Refused: the reference needs BF16."}
+    )
+    ref_precision: Literal["bf16", "same"] = field(
+        default="bf16",
+        metadata={
+            "help": "Precision of the reference model where `beta` > 0: 'bf16' for its own, whose KL at step 0 is "
+            "what FP8 changes, or 'same' for the policy's FP8, whose KL starts at 0."
+        },
     )
 
     # Parameters that control Calibrated Clipping

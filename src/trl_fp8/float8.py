@@ -28,12 +28,12 @@ from ._upstream import (
     Float8Linear,
     Float8LinearConfig,
     adapter_modules,
-    matmul_with_hp_or_float8_args,
     module_hooks,
     swap_linear_layers,
 )
 from .blockwise import BlockwiseConfig, BlockwiseLinear
 from .emulation import speed_up_emulated_matmuls
+from .float8_matmul import Float8Matmul
 from .switchable import SwitchableLinear
 
 
@@ -47,7 +47,7 @@ class SwitchableFloat8Linear(SwitchableLinear, Float8Linear):
     """TorchAO's `Float8Linear`; its own forward quantises the FP32 master and reads one autocast dtype everywhere."""
 
     def quantized_matmul(self, rows: Tensor, weight: Tensor) -> Tensor:
-        return matmul_with_hp_or_float8_args.apply(rows, weight.t(), self.linear_mm_config, self.config)
+        return Float8Matmul.apply(rows, weight, self.linear_mm_config, self.config)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +90,8 @@ def layer_factory(recipe: str, scale_rounding: str, emulate: bool) -> Callable[[
             layer = BlockwiseLinear.from_float(linear, BlockwiseConfig(emulate, scale_rounding == "power_of_2"))
         else:
             layer = SwitchableFloat8Linear.from_float(linear, config=float8_config(recipe, scale_rounding, emulate))
+        # On the instance from the start: a graph that was compiled while only the class had it is compiled again
+        layer.high_precision = False
         return layer.train(linear.training)
 
     return from_float

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ._upstream import disable_gradient_checkpointing
+from .compiling import eagerly
 from .float8 import high_precision
 
 
@@ -21,7 +22,11 @@ class Stopwatch:
 
 @contextlib.contextmanager
 def shadow_pass(
-    model: PreTrainedModel, device: torch.device, checkpointing: dict[str, Any] | None, watch: Stopwatch
+    model: PreTrainedModel,
+    device: torch.device,
+    checkpointing: dict[str, Any] | None,
+    watch: Stopwatch,
+    compiled: bool = False,
 ) -> Iterator[None]:
     """Forward passes of `model` inside are the unconverted model's, and leave gradients and RNG state alone.
 
@@ -30,6 +35,7 @@ def shadow_pass(
         device: it runs on.
         checkpointing: `gradient_checkpointing_kwargs` of the run.
         watch: gets the time of the pass added.
+        compiled: whether layers are compiled; the pass runs them eagerly.
     """
     on_accelerator = device.type != "cpu"
     with contextlib.ExitStack() as stack:
@@ -40,6 +46,7 @@ def shadow_pass(
         devices = [device] if on_accelerator else []
         stack.enter_context(torch.random.fork_rng(devices, device_type=device.type))
         stack.enter_context(high_precision(model))
+        stack.enter_context(eagerly(compiled))
         if on_accelerator:
             torch.accelerator.synchronize()
         start = time.perf_counter()

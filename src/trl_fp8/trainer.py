@@ -12,12 +12,15 @@ from trl import GRPOTrainer
 from . import checks, kernels, rollout
 from .alarms import mismatch_alarms
 from .callbacks import CalibratedClippingCallback, ClippingPolicy
+from .checkpoints import WholeCheckpoints
 from .clipping import ClipStatistics, importance_weight
+from .compiling import EagerGeneration, compile_layers
 from .config import FP8GRPOConfig
 from .diagnostics import upper_tail
 from .float8 import ConversionReport, convert_model
 from .measure import Capture, MicroBatch, drop_unscored, measure, measure_rollout
 from .metrics import Metric, MetricWindow
+from .reference import ReferencePrecision
 from .report import startup_line
 from .resume import SettingsRecord
 from .shadow import Stopwatch, shadow_pass
@@ -26,7 +29,7 @@ from .shadow import Stopwatch, shadow_pass
 logger = logging.getLogger(__name__)
 
 
-class FP8GRPOTrainer(GRPOTrainer):
+class FP8GRPOTrainer(ReferencePrecision, WholeCheckpoints, EagerGeneration, GRPOTrainer):
     """GRPO in FP8, stable: [`~trl.GRPOTrainer`] whose linears train in FP8 and whose clip bounds are calibrated.
 
     Takes the arguments of [`~trl.GRPOTrainer`], with [`FP8GRPOConfig`] as `args`. With `fp8_recipe="none"` and
@@ -96,6 +99,8 @@ class FP8GRPOTrainer(GRPOTrainer):
                 scale_rounding=args.fp8_scale_rounding,
                 emulate=self._emulated,
             )
+            if args.fp8_compile:
+                compile_layers(self.model)
             self._window.record({"fp8/num_converted_modules": float(len(self.conversion_report.converted))})
         return self.conversion_report
 
@@ -205,7 +210,8 @@ class FP8GRPOTrainer(GRPOTrainer):
             if capture.shadow:
                 kwargs = {**kwargs, "compute_entropy": False, "compute_aux_loss": False}
                 checkpointing = cast(Any, self.args.gradient_checkpointing_kwargs)
-                with shadow_pass(self.model, self.accelerator.device, checkpointing, self._shadow_watch):
+                eager = self.args.fp8_compile
+                with shadow_pass(self.model, self.accelerator.device, checkpointing, self._shadow_watch, eager):
                     shadow = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
                 capture.shadow_per_token_logps = shadow[0]
         return result

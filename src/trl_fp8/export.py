@@ -1,0 +1,259 @@
+"""Write a trained model as an FP8 checkpoint that vLLM loads without quantising, with the scales of the rollout.
+
+    python -m trl_fp8.export outputs/run outputs/run-fp8 --fp8_recipe rowwise
+
+Reads the plain checkpoint that `trainer.save_model` writes under every strategy (DDP, FSDP2, ZeRO), one tensor at a
+time, so that a model larger than memory can be exported. The layout is compressed-tensors' `float-quantized`: beside
+each FP8 `weight` a `weight_scale` in FP32, and a `quantization_config` in `config.json`. Weight scales are those of
+the engine that quantises while it loads (vLLM 0.31, `quantization/online/fp8.py`), from the same BF16 values:
+
+    rowwise       S = max|w| / 448 of each row         w / S      (`fp8_per_channel`)
+    tensorwise    S = max|w| / 448 of the fused layer  w / S      (`fp8_per_tensor`: q, k and v share a scale)
+    blockwise     S = max|w| / 448 of 128x128 blocks   w * (1/S)  (`fp8_per_block`)
+
+Activations are scaled while serving: by token, and by 1x128 groups for blockwise.
+"""
+
+import argparse
+import json
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from .blockwise import BLOCK
+from .float8 import convert_model
+from .parity import FUSED
+
+
+FORMAT = torch.float8_e4m3fn
+FORMAT_MAX = torch.finfo(FORMAT).max  # 448
+# recipe -> strategies of compressed-tensors for weights and activations
+STRATEGIES = {
+    "rowwise": ("channel", "token"),
+    "rowwise_with_gw_hp": ("channel", "token"),
+    "tensorwise": ("tensor", "token"),
+    "blockwise": ("block", "group"),
+}
+_SHARD_BYTES = 4 * 2**30
+
+
+def export_fp8(
+    checkpoint: str | Path, output: str | Path, recipe: str = "rowwise", exclude: Iterable[str] = ()
+) -> int:
+    """Quantise a plain `transformers` checkpoint for vLLM.
+
+    Args:
+        checkpoint: directory with `config.json` and safetensors, as `trainer.save_model` writes it.
+        output: directory to create; the tokenizer and other small files are copied along.
+        recipe: `fp8_recipe` of the run.
+        exclude: `fp8_exclude_modules` of the run.
+
+    Returns:
+        Number of quantised layers.
+
+    Raises:
+        ValueError: an adapter, a quantised checkpoint, a model with fused experts, an unknown recipe, or an output
+            that exists.
+    """
+    source, target = Path(checkpoint), Path(output)
+    if recipe not in STRATEGIES:
+        raise ValueError(f"fp8_recipe={recipe!r} has no FP8 weights to export. Use one of {', '.join(STRATEGIES)}.")
+    if target.exists():
+        raise ValueError(f"output={str(target)!r} exists, and a mix of two checkpoints is garbage. Name a new one.")
+    files = _weight_files(source)
+    converted, kept = _layers(source, recipe, list(exclude))
+    fused_amax = _fused_amax(files, converted) if recipe == "tensorwise" else {}
+    partial = target.with_name(f".{target.name}.partial")  # renamed when complete: half a checkpoint is never found
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+
+    def quantized() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in _tensors(files):
+            layer = name.removesuffix(".weight")
+            rounded = tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
+            if layer in converted:
+                weight, scale = quantize_weight(rounded, recipe, fused_amax.get(_fused_name(layer)))
+                yield name, weight
+                yield f"{layer}.weight_scale", scale
+            else:
+                yield name, rounded
+
+    _write(quantized(), partial)
+    _copy_rest(source, partial)
+    config = json.loads((source / "config.json").read_text())
+    config |= {"dtype": "bfloat16", "quantization_config": quantization_config(recipe, kept)}
+    (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    partial.rename(target)
+    return len(converted)
+
+
+def quantize_weight(weight: Tensor, recipe: str, amax: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """FP8 values `(N, K)` of a BF16 weight and what they have to be multiplied by, FP32, as vLLM's engine has them.
+
+    Args:
+        weight (`Tensor` of shape `(N, K)`): BF16.
+        recipe: `"rowwise"`, `"rowwise_with_gw_hp"`, `"tensorwise"` or `"blockwise"`.
+        amax: largest magnitude of the fused layer the weight is part of; of the weight if `None`. Tensorwise only.
+
+    Returns:
+        `(N, K)` e4m3, and FP32 of shape `(N, 1)`, `(1,)` or `(ceil(N / 128), ceil(K / 128))`.
+    """
+    if recipe == "blockwise":
+        rows, columns = weight.shape
+        padded = F.pad(weight, (0, -columns % BLOCK, 0, -rows % BLOCK))
+        blocks = padded.view(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
+        scale = blocks.abs().float().amax(dim=(1, 3), keepdim=True).clamp(1e-4) / FORMAT_MAX
+        values = (blocks * (1.0 / scale)).to(FORMAT).view(padded.shape)
+        return values[:rows, :columns].contiguous(), scale.view(scale.shape[0], scale.shape[2])
+    if recipe == "tensorwise":
+        scale = (weight.abs().amax() if amax is None else amax).float().reshape(1) / FORMAT_MAX
+    else:
+        scale = weight.abs().amax(dim=-1, keepdim=True).float() / FORMAT_MAX
+        scale = scale.clamp_min(1.0 / (FORMAT_MAX * 512))
+    return (weight / scale).clamp(-FORMAT_MAX, FORMAT_MAX).to(FORMAT), scale
+
+
+def quantization_config(recipe: str, ignored: Iterable[str]) -> dict[str, Any]:
+    """The `quantization_config` of `config.json`; `ignored`: names of the linears that stay in BF16."""
+    weights, activations = STRATEGIES[recipe]
+    common = {"num_bits": 8, "type": "float", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": {**common, "strategy": weights, "dynamic": False},
+        "input_activations": {**common, "strategy": activations, "dynamic": True},
+        "output_activations": None,
+    }
+    if recipe == "blockwise":
+        group["weights"]["block_structure"] = [BLOCK, BLOCK]
+        group["input_activations"]["group_size"] = BLOCK
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": sorted(ignored),
+        "kv_cache_scheme": None,
+    }
+
+
+# -- reading ---------------------------------------------------------------------------------------------------------
+
+
+def _weight_files(source: Path) -> list[Path]:
+    if (source / "adapter_config.json").exists():
+        raise ValueError(
+            f"{source} holds an adapter, whose weights have no scales of their own. Merge it in BF16 or FP32 first: "
+            "AutoPeftModelForCausalLM.from_pretrained(path).merge_and_unload().save_pretrained(merged)."
+        )
+    files = sorted(source.glob("model*.safetensors"))
+    if not files or not (source / "config.json").exists():
+        raise ValueError(
+            f"{source} holds no config.json with model*.safetensors. Pass what trainer.save_model has "
+            "written (a checkpoint of sharded optimizer files has to be consolidated first)."
+        )
+    return files
+
+
+def _tensors(files: Iterable[Path]) -> Iterator[tuple[str, Tensor]]:
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():
+                yield name, tensors.get_tensor(name)
+
+
+def _layers(source: Path, recipe: str, exclude: list[str]) -> tuple[set[str], list[str]]:
+    """Names of the linears the trainer has in FP8, and of those it keeps, by the trainer's own rules."""
+    config = AutoConfig.from_pretrained(source)
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(f"{source} is quantised already. Export from the checkpoint trainer.save_model has written.")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    report = convert_model(model, recipe, exclude=exclude)
+    if report.num_fused_expert_parameters:
+        raise ValueError(
+            f"{type(model).__name__} has fused experts, which train in BF16, while vLLM takes experts and linears in "
+            "one format here. Serve the BF16 checkpoint, or quantise it in vLLM with "
+            "quantization='fp8_per_channel'."
+        )
+    return set(report.converted), list(report.kept)
+
+
+def _fused_name(layer: str) -> str:
+    """The layer of the engine that `layer` is part of."""
+    stem, dot, last = layer.rpartition(".")
+    return next((f"{stem}{dot}{fused}" for fused, parts in FUSED.items() if last in parts), layer)
+
+
+def _fused_amax(files: Iterable[Path], converted: set[str]) -> dict[str, Tensor]:
+    largest: dict[str, Tensor] = {}
+    for name, tensor in _tensors(files):
+        layer = name.removesuffix(".weight")
+        if layer in converted:
+            amax, fused = tensor.to(torch.bfloat16).abs().amax(), _fused_name(layer)
+            largest[fused] = torch.maximum(largest[fused], amax) if fused in largest else amax
+    return largest
+
+
+# -- writing ---------------------------------------------------------------------------------------------------------
+
+
+def _write(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
+    """safetensors of some gigabytes each, with the index that says which tensor is where."""
+    shards: list[list[str]] = []
+    pending: dict[str, Tensor] = {}
+    size = total = 0
+
+    def flush() -> None:
+        save_file(pending, folder / f"part-{len(shards)}", metadata={"format": "pt"})
+        shards.append(list(pending))
+        pending.clear()
+
+    for name, tensor in tensors:
+        num_bytes = tensor.numel() * tensor.element_size()
+        if pending and size + num_bytes > _SHARD_BYTES:
+            flush()
+            size = 0
+        pending[name] = tensor.contiguous()
+        size, total = size + num_bytes, total + num_bytes
+    flush()
+    where = {}
+    for index, names in enumerate(shards):
+        file = f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors"
+        (folder / f"part-{index}").rename(folder / file)
+        where |= dict.fromkeys(names, file)
+    index_text = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2)
+    (folder / "model.safetensors.index.json").write_text(index_text + "\n")
+
+
+def _copy_rest(source: Path, target: Path) -> None:
+    """Tokenizer, generation settings and the like; neither weights nor anything of the training run."""
+    for path in source.iterdir():
+        small = path.suffix in (".json", ".jinja", ".model", ".txt")
+        if small and path.name not in ("config.json", "trainer_state.json") and "safetensors" not in path.name:
+            shutil.copy2(path, target)
+
+
+def main(argv: list[str] | None = None, say: Callable[[str], Any] = print) -> None:
+    """The command line of [`export_fp8`]."""
+    parser = argparse.ArgumentParser(
+        prog="python -m trl_fp8.export", description="Quantise a plain transformers checkpoint for vLLM."
+    )
+    parser.add_argument("checkpoint", help="directory that trainer.save_model has written")
+    parser.add_argument("output", help="directory to create")
+    parser.add_argument("--fp8_recipe", default="rowwise", choices=sorted(STRATEGIES), help="of the training run")
+    parser.add_argument("--fp8_exclude_modules", nargs="*", default=[], help="of the training run")
+    args = parser.parse_args(argv)
+    count = export_fp8(args.checkpoint, args.output, args.fp8_recipe, args.fp8_exclude_modules)
+    say(f"{count} layers in FP8 ({args.fp8_recipe}) written to {args.output}; serve with: vllm serve {args.output}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""TorchAO's FP8 matmul, holding the weight for the backward pass the way sharded training needs it.
+
+torchao saves the transposed weight, a view. ZeRO-3 frees a gathered weight by giving the parameter other memory, and
+the view keeps the old memory alive: after a forward pass each rank would hold all weights of the model. The parameter
+itself is what has to be saved; DeepSpeed gathers it again before the backward pass of its layer.
+
+torchao also computes the gradient of a frozen weight (the base of an adapter) and saves its input for it. A few
+columns of the input are enough there: what comes out is thrown away.
+"""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ._upstream import matmul_with_hp_or_float8_args
+
+
+# Columns of the input that stand for all of it where the weight is frozen: as few as a kernel takes
+_FROZEN_COLUMNS = 16
+
+
+@torch.compiler.allow_in_graph  # as torchao's own function, whose forward this one calls
+class Float8Matmul(torch.autograd.Function):
+    """rows `(M, K)`, weight `(N, K)` -> rows W^T `(M, N)`, with the numerics of torchao's function."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, linear_mm_config: Any, config: Any) -> Tensor:
+        output = matmul_with_hp_or_float8_args.forward(ctx, rows, weight.t(), linear_mm_config, config)
+        needed = rows if ctx.needs_input_grad[1] else rows[:, :_FROZEN_COLUMNS].contiguous()
+        ctx.save_for_backward(needed, weight)  # in place of the view
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor):
+        rows, weight = ctx.saved_tensors
+        saved = SimpleNamespace(
+            saved_tensors=(rows, weight.t()), linear_mm_config=ctx.linear_mm_config, config=ctx.config
+        )
+        grad_rows, grad_weight_t, *_ = matmul_with_hp_or_float8_args.backward(cast(Any, saved), *grad_outputs)
+        return grad_rows, grad_weight_t.t() if ctx.needs_input_grad[1] else None, None, None

@@ -1,0 +1,87 @@
+"""Which ways of spreading a run over processes FP8 layers work with, and which are refused: docs/distributed.md."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from .config import FP8GRPOConfig
+
+
+@dataclass(frozen=True)
+class World:
+    """How accelerate spreads the model.
+
+    Args:
+        fsdp_version: 1 or 2, 0 without FSDP.
+        fsdp_checkpointing: whether FSDP checkpoints activations itself.
+        zero_stage: of DeepSpeed, 0 without.
+        model_parallel: names and sizes of parallelism inside a layer or a sequence.
+    """
+
+    fsdp_version: int = 0
+    fsdp_checkpointing: bool = False
+    zero_stage: int = 0
+    model_parallel: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, accelerator: Any) -> "World":
+        """Read from accelerate's state."""
+        fsdp = getattr(accelerator.state, "fsdp_plugin", None)
+        deepspeed = accelerator.state.deepspeed_plugin
+        sizes = accelerator.parallelism_config
+        inside = ("tp_size", "cp_size", "sp_size")
+        return cls(
+            fsdp_version=0 if fsdp is None else fsdp.fsdp_version,
+            fsdp_checkpointing=fsdp is not None and bool(fsdp.activation_checkpointing),
+            zero_stage=0 if deepspeed is None else deepspeed.zero_stage,
+            model_parallel=tuple(f"{name}={size}" for name in inside if (size := getattr(sizes, name, 1)) > 1),
+        )
+
+
+def check_strategy(args: FP8GRPOConfig, world: World) -> None:
+    """Refuse what cannot work, or what nobody has shown to.
+
+    Raises:
+        ValueError: naming the setting, the reason and what to do.
+    """
+    _check_compile(args, world)
+    if args.fp8_recipe == "none":
+        return
+    if world.fsdp_version == 1:
+        raise ValueError(
+            f"fsdp_version=1 with fp8_recipe={args.fp8_recipe!r}: FSDP1 puts the weights of a layer into one flat "
+            "parameter, which torchao's FP8 training does not support. Set fsdp_version: 2 in the accelerate config "
+            "(configs/accelerate/fsdp2.yaml)."
+        )
+    if world.model_parallel:
+        raise ValueError(
+            f"{', '.join(world.model_parallel)} in accelerate's parallelism_config splits layers or sequences, and "
+            f"the scales of fp8_recipe={args.fp8_recipe!r} would be those of a part. Use data parallelism (DDP, "
+            "FSDP2, ZeRO), or fp8_recipe='none'."
+        )
+
+
+def _check_compile(args: FP8GRPOConfig, world: World) -> None:
+    if not args.fp8_compile:
+        return
+    if args.fp8_recipe == "none":
+        raise ValueError(
+            "fp8_compile=True with fp8_recipe='none' has no FP8 layer to speed up. Use transformers' torch_compile, "
+            "or set fp8_compile=False."
+        )
+    if args.torch_compile:
+        raise ValueError(
+            "fp8_compile=True with torch_compile=True would compile each layer inside a compiled one. Set one of them."
+        )
+    if (args.gradient_checkpointing or world.fsdp_checkpointing) and args.fp8_recipe != "tensorwise":
+        raise ValueError(
+            f"fp8_compile=True with gradient_checkpointing={args.gradient_checkpointing} (FSDP's own: "
+            f"{world.fsdp_checkpointing}) and fp8_recipe={args.fp8_recipe!r}: recomputed casts are fused otherwise "
+            "than the first ones, which has given NaN on GPUs (pytorch/torchtitan#1056), and this project has no GPU "
+            "result that says otherwise. Set gradient_checkpointing=False, fp8_compile=False, or "
+            "fp8_recipe='tensorwise'."
+        )
+    if world.zero_stage == 3:
+        raise ValueError(
+            "fp8_compile=True with DeepSpeed ZeRO-3, whose hooks gather each linear's weight inside the layer and "
+            "break its graph there. Use FSDP2 (configs/accelerate/fsdp2.yaml) or ZeRO-2, or set fp8_compile=False."
+        )
