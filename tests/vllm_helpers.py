@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator
@@ -107,6 +108,21 @@ def fp8_per_tensor_on_cpu(monkeypatch) -> None:
     monkeypatch.setattr(vllm._custom_ops, "scaled_fp8_quant", scaled_fp8_quant)
 
 
+def group_is_alive(leader: int) -> bool:
+    """Whether any process of the group that `leader` leads runs; one that has ended and waits for its parent does not.
+
+    Nobody collects orphans in a container whose first process is no init.
+    """
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, group = stat.read_text().rpartition(")")[2].split()[:3]
+        except OSError:  # ended meanwhile
+            continue
+        if int(group) == leader and state != "Z":
+            return True
+    return False
+
+
 class Server:
     """`vllm serve` on `path` as a process of its own, with the development endpoints TRL needs.
 
@@ -136,11 +152,7 @@ class Server:
     def is_alive(self) -> bool:
         """Whether any process of the server runs."""
         self.process.poll()
-        try:
-            os.killpg(self.process.pid, 0)
-        except ProcessLookupError:
-            return False
-        return True
+        return group_is_alive(self.process.pid)
 
     def close(self) -> None:
         if self.is_alive():
