@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from vllm_helpers import group_is_alive
+from vllm_helpers import clean_environment, group_is_alive
 
 
 pytestmark = pytest.mark.vllm
@@ -26,6 +26,7 @@ def run(folder, *arguments) -> tuple[int, int]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        env=clean_environment(),
         start_new_session=True,
     )
     output, _ = process.communicate(timeout=400)

@@ -108,6 +108,12 @@ def fp8_per_tensor_on_cpu(monkeypatch) -> None:
     monkeypatch.setattr(vllm._custom_ops, "scaled_fp8_quant", scaled_fp8_quant)
 
 
+def clean_environment(**variables: str) -> dict[str, str]:
+    """The environment without what engines of this process have set for a rendezvous of their own."""
+    rendezvous = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return {**{name: value for name, value in os.environ.items() if name not in rendezvous}, **variables}
+
+
 def group_is_alive(leader: int) -> bool:
     """Whether any process of the group that `leader` leads runs; one that has ended and waits for its parent does not.
 
@@ -138,7 +144,7 @@ class Server:
         command += [str(self.port), "--host", "127.0.0.1", "--enforce-eager", "--max-model-len", "64"]
         command += ["--kv-cache-memory-bytes", str(2**25), "--block-size", "32", "--max-num-seqs", "8"]
         command += ["--dtype", "bfloat16", "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1", *options]
-        environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+        environment = clean_environment(VLLM_SERVER_DEV_MODE="1", VLLM_CPU_KVCACHE_SPACE="1")
         self.log = log
         with open(log, "wb") as file:
             # A session of its own, so that its children can be counted, and killed with it
