@@ -69,9 +69,9 @@ $(VLLM_STAMP): pyproject.toml constraints.txt
 
 venv-vllm: $(VLLM_STAMP)
 
-# FP8 on both sides, on a CPU: eager and with a small cache, so that the engine starts in seconds.
+# FP8 on both sides, on a CPU: eager and with a small cache, so that the engine starts in seconds. One thread, see above.
 quickstart-vllm: $(VLLM_STAMP)
-	VLLM_LOGGING_LEVEL=ERROR $(VLLM_PY) examples/grpo_fp8.py --use_vllm --vllm_gpu_memory_utilization 0.1 \
+	OMP_NUM_THREADS=1 VLLM_LOGGING_LEVEL=ERROR $(VLLM_PY) examples/grpo_fp8.py --use_vllm --vllm_gpu_memory_utilization 0.1 \
 		--vllm_engine_kwargs '{"enforce_eager": true, "kv_cache_memory_bytes": 134217728}'
 
 # Importing vLLM raises warnings of other packages, so they are no errors here. One process: engines share its groups.

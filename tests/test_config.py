@@ -100,8 +100,10 @@ BAD_VALUES = [
     ({"vllm_quantization": "fp8_per_channel"}, "use_vllm=False starts none"),
     ({"vllm_kv_cache_dtype": "fp8"}, "use_vllm=False starts none"),
     ({"vllm_engine_kwargs": {"seed": 1}}, "use_vllm=False starts none"),
-    ({"use_vllm": True, "vllm_mode": "server"}, "'fp8_per_channel'.* is not built yet.*vllm_mode='colocate'"),
-    ({"use_vllm": True, "vllm_mode": "server", "vllm_quantization": "fp8"}, "vllm_mode='server'.*not built yet"),
+    (
+        {"use_vllm": True, "vllm_mode": "server", "vllm_engine_kwargs": {"enforce_eager": True}},
+        "{'enforce_eager': True} with vllm_mode='server'.*Pass them to `vllm serve`",
+    ),
     ({"use_vllm": True, "vllm_engine_kwargs": {"seed": 1}}, "{'seed': 1} sets what TRL sets already.*drop it"),
     ({"use_vllm": True, "vllm_engine_kwargs": {"logprobs_mode": "raw_logprobs"}}, "need 'processed_logprobs'"),
     ({"use_vllm": True, "vllm_engine_kwargs": {"max_model_len": 64}}, "Use vllm_max_model_length"),

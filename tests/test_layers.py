@@ -38,9 +38,15 @@ ALLOWED = {
     "compiling": ({"config"}, {"torch", "torchao"}),
     "shadow": ({"_upstream", "compiling", "float8"}, {"torch", "transformers"}),
     "parity": ({"float8"}, {"torch"}),
-    "canary": (set(), {"torch", "vllm"}),
+    "canary": (set(), {"torch"}),
+    "weights": ({"_upstream", "canary", "config", "float8"}, {"torch"}),
+    "server_checks": ({"config", "float8", "parity"}, {"transformers"}),
+    "server": (
+        {"_upstream", "canary", "parity", "server_checks", "weights"},
+        {"accelerate", "requests", "safetensors", "torch"},
+    ),
     "rollout": (
-        {"_upstream", "canary", "config", "float8", "pairing", "parity"},
+        {"_upstream", "canary", "config", "float8", "pairing", "parity", "server", "server_checks", "weights"},
         {"torch", "transformers", "vllm"},
     ),
     "strategies": ({"config"}, set()),
@@ -61,6 +67,7 @@ ALLOWED = {
 DOCUMENTED = {
     "transformers.trainer_callback": {"ExportableState"},
     "torchao.float8": {"convert_to_float8_training", "precompute_float8_dynamic_scale_for_fsdp"},
+    "accelerate.utils": {"broadcast_object_list"},
 }
 PUBLIC_AT_ROOT = ("accelerate", "peft", "torchao", "transformers", "trl", "vllm")
 

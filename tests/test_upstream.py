@@ -193,6 +193,7 @@ def test_merging_is_off_inside_and_on_after_an_exception():
     [
         (_upstream.engine_in_place_of_trls, grpo_trainer, "VLLMGeneration"),
         (_upstream.llm_in_place_of_vllms, vllm_generation, "LLM"),
+        (_upstream.client_in_place_of_trls, vllm_generation, "VLLMClient"),
     ],
 )
 def test_names_are_replaced_inside_and_back_after_an_exception(context, module, name, monkeypatch):
@@ -210,6 +211,7 @@ def test_names_are_replaced_inside_and_back_after_an_exception(context, module, 
 def test_trl_builds_its_engine_under_the_names_we_replace():
     assert "self.vllm_generation = VLLMGeneration(" in inspect.getsource(GRPOTrainer.__init__)
     assert "self.llm = LLM(" in inspect.getsource(_upstream.VLLMGeneration._init_vllm)
+    assert "self.vllm_client = VLLMClient(" in inspect.getsource(_upstream.VLLMGeneration._init_vllm)
     assert "self._init_vllm()" in inspect.getsource(_upstream.VLLMGeneration.__init__)
 
 
@@ -217,6 +219,30 @@ def test_trl_builds_its_engine_under_the_names_we_replace():
 def test_the_engines_methods_have_the_parameters_we_rely_on(name):
     parameters = inspect.signature(getattr(_upstream.VLLMGeneration, name)).parameters
     assert tuple(parameters) == _upstream.VLLM_OVERRIDES[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("init_communicator", ("self", "device")),
+        ("update_named_params", ("self", "metadata", "named_params")),
+        ("reset_prefix_cache", ("self",)),
+        ("get_server_info", ("self",)),
+        ("get_sequence_logprobs", ("self", "sequences", "prompt_lengths", "top_logprobs")),
+    ],
+)
+def test_the_clients_methods_have_the_parameters_we_rely_on(name, parameters):
+    signature = inspect.signature(getattr(_upstream.VLLMClient, name))
+    assert tuple(signature.parameters)[: len(parameters)] == parameters
+
+
+def test_trls_client_sends_all_weights_in_one_update():
+    # The server quantises whole layers between start and finish; one update per tensor leaves fused layers garbage
+    source = inspect.getsource(_upstream.VLLMClient.update_named_params)
+    start, send, finish = (source.index(part) for part in ("_start_weight_update()", "iterator=", "_finish_weight_u"))
+    assert start < send < finish
+    assert "/start_weight_update" in inspect.getsource(_upstream.VLLMClient._start_weight_update)
+    assert "/finish_weight_update" in inspect.getsource(_upstream.VLLMClient._finish_weight_update)
 
 
 def test_trl_calls_the_sync_through_self_when_the_weights_sleep():

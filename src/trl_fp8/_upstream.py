@@ -32,6 +32,7 @@ from transformers.trainer_utils import rotate_checkpoints
 # calls before it wakes an engine. Delete when `GRPOTrainer` takes engine arguments (huggingface/trl#6776) and
 # syncs quantised engines (huggingface/trl#7085).
 from trl.generation import vllm_generation
+from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration, empty_cache
 
 # trl 1.16: the only way to run one pass without reentrant checkpointing, which warns where nothing needs a gradient.
@@ -47,11 +48,13 @@ __all__ = [
     "VLLM_OVERRIDES",
     "Float8Linear",
     "Float8LinearConfig",
+    "VLLMClient",
     "VLLMGeneration",
     "adapter_modules",
     "blockwise_kernels",
     "blockwise_matmul",
     "choose_scaled_mm_config",
+    "client_in_place_of_trls",
     "disable_gradient_checkpointing",
     "empty_cache",
     "engine_in_place_of_trls",
@@ -223,6 +226,14 @@ def llm_in_place_of_vllms(build: Callable[..., Any]) -> Any:
     Enters with vLLM's own class.
     """
     return _replaced(vllm_generation, "LLM", build)
+
+
+def client_in_place_of_trls(client: Callable[..., Any]) -> Any:
+    """Context in which `VLLMGeneration._init_vllm` calls `client(...)` where it says `VLLMClient(...)` (trl 1.16).
+
+    TRL's client refuses every device but CUDA, and there is no hook for another way to send the weights.
+    """
+    return _replaced(vllm_generation, "VLLMClient", client)
 
 
 def reload_weights(worker: Any, weights: Iterator[tuple[str, Tensor]]) -> None:

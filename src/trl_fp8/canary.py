@@ -4,6 +4,7 @@ A sync that loaded the wrong weights, or a layer twice, or none, raises no error
 once. What is normal depends on model and precision, so the difference of the first sync is the floor.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,15 +41,15 @@ class Canary:
         self.floor: float | None = None
         self._num_syncs = 0
 
-    def difference(self, model: Any, llm: Any, accelerator: Any) -> float:
-        """Mean |log pi_trainer - log pi_engine| over the tokens after the first, nats, the largest of all ranks."""
-        from vllm import SamplingParams  # pyright: ignore[reportMissingImports] - an extra
+    def difference(self, model: Any, score: Callable[[list[int]], list[float]], accelerator: Any) -> float:
+        """Mean |log pi_trainer - log pi_engine| over the tokens after the first, nats, the largest of all ranks.
 
-        # Greedy: sampling would take numbers from the random generator the rollout uses
-        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-        (output,) = llm.generate([{"prompt_token_ids": self.token_ids}], params, use_tqdm=False)
-        pairs = zip(self.token_ids[1:], output.prompt_logprobs[1:], strict=True)
-        engine = torch.tensor([position[token].logprob for token, position in pairs], device=accelerator.device)
+        Args:
+            model: of the trainer.
+            score: gives the engine's log-probs of the tokens of a prompt after the first, nats.
+            accelerator: of the trainer.
+        """
+        engine = torch.tensor(score(self.token_ids), device=accelerator.device)
         ids = torch.tensor([self.token_ids], device=accelerator.device)
         with torch.no_grad():
             logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
@@ -57,7 +58,7 @@ class Canary:
         # A NaN is the worst difference there is, and a maximum would drop it
         return torch.nan_to_num(accelerator.gather(difference), nan=float("inf")).max().item()
 
-    def check(self, model: Any, llm: Any, accelerator: Any) -> dict[str, float]:
+    def check(self, model: Any, score: Callable[[list[int]], list[float]], accelerator: Any) -> dict[str, float]:
         """Metrics of this sync, none between two comparisons.
 
         Raises:
@@ -66,7 +67,7 @@ class Canary:
         self._num_syncs += 1
         if self.interval == 0 or (self._num_syncs - 1) % self.interval:
             return {}
-        difference = self.difference(model, llm, accelerator)
+        difference = self.difference(model, score, accelerator)
         if self.floor is None:
             self.floor = max(difference, SMALLEST_FLOOR)
         limit = self.max_jump * self.floor

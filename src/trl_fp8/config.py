@@ -66,10 +66,11 @@ class FP8GRPOConfig(GRPOConfig):
 
         vllm_quantization (`str`, defaults to `"auto"`):
             Quantisation of the rollout engine: `"auto"` for the pair of `fp8_recipe`, `"none"`, or a name of vLLM's.
+            A server (`vllm_mode="server"`) must have been started with it.
         vllm_kv_cache_dtype (`str`, *optional*):
-            Data type of the engine's KV cache, e.g. `"fp8"`.
+            Data type of the engine's KV cache, e.g. `"fp8"`. A server must have been started with it.
         vllm_engine_kwargs (`dict`, *optional*):
-            Further keyword arguments of the engine.
+            Further keyword arguments of a colocated engine.
         vllm_canary_interval (`int`, defaults to `1`):
             Weight syncs between two comparisons of trainer and engine on a fixed prompt (a forward of 32 tokens on
             each side). 0 turns them off. Chosen by us.
@@ -177,7 +178,7 @@ class FP8GRPOConfig(GRPOConfig):
         default=None, metadata={"help": "Data type of the engine's KV cache, e.g. 'fp8'."}
     )
     vllm_engine_kwargs: dict | str | None = field(
-        default=None, metadata={"help": "Further keyword arguments of the vLLM engine."}
+        default=None, metadata={"help": "Further keyword arguments of a colocated vLLM engine."}
     )
     vllm_canary_interval: int = field(
         default=1,

@@ -140,15 +140,12 @@ def check_rollout(args: "FP8GRPOConfig") -> None:
 
 
 def _check_engine(args: "FP8GRPOConfig") -> None:
-    if args.vllm_mode == "server":
-        if args.rollout_quantization != "none" or args.vllm_kv_cache_dtype or args.vllm_engine_kwargs:
-            raise ValueError(
-                f"vllm_mode='server' with vllm_quantization={args.vllm_quantization!r} (here "
-                f"{args.rollout_quantization!r}), vllm_kv_cache_dtype={args.vllm_kv_cache_dtype!r} and "
-                f"vllm_engine_kwargs={args.vllm_engine_kwargs!r} is not built yet: a server has its own settings, "
-                "which nobody compares with these. Set vllm_mode='colocate', or vllm_quantization='none'."
-            )
-        return
+    if args.vllm_mode == "server" and args.vllm_engine_kwargs:
+        raise ValueError(
+            f"vllm_engine_kwargs={args.vllm_engine_kwargs!r} with vllm_mode='server': the engine was built when the "
+            "server was started, and takes no arguments from here. Pass them to `vllm serve` and leave "
+            "vllm_engine_kwargs unset."
+        )
     if args.rollout_quantization == "compressed-tensors":
         raise ValueError(
             "vllm_quantization='compressed-tensors' is the format of checkpoints quantised beforehand, and the engine "
@@ -162,7 +159,8 @@ def _check_engine(args: "FP8GRPOConfig") -> None:
                 f"vllm_engine_kwargs={{{name!r}: {value!r}}} sets what TRL sets already, and "
                 f"only one can hold. {ENGINE_OWNERS[name]}."
             )
-    if args.vllm_enable_sleep_mode and str(args.vllm_kv_cache_dtype).startswith("fp8"):
+    sleeps = args.vllm_mode == "colocate" and args.vllm_enable_sleep_mode
+    if sleeps and str(args.vllm_kv_cache_dtype).startswith("fp8"):
         raise ValueError(
             f"vllm_kv_cache_dtype={args.vllm_kv_cache_dtype!r} with vllm_enable_sleep_mode=True: sleeping discards "
             "the scales of the FP8 cache and the engine wakes to garbage (vllm-project/vllm#25800). Unset one of them."

@@ -24,7 +24,8 @@ def startup_line(
         precision = "high precision" if quantization == "none" else quantization
         cache = f", {args.vllm_kv_cache_dtype} KV cache" if args.vllm_kv_cache_dtype else ""
         correction = args.vllm_importance_sampling_mode if args.vllm_importance_sampling_correction else "none"
-        parts.append(f"rollout: vLLM in {precision}{cache} (correction {correction})")
+        engine = "vLLM" if args.vllm_mode == "colocate" else "a vLLM server"
+        parts.append(f"rollout: {engine} in {precision}{cache} (correction {correction})")
     else:
         parts.append("rollout: transformers with the training forward" + (" (FP8)" if report else ""))
     ref_lower, ref_upper = args.reference_bounds

@@ -1,0 +1,224 @@
+"""What a vLLM server serves beside what the run is configured for: asked at the start, refused where they differ.
+
+A server is started by hand, with settings of its own. With another quantisation, KV cache or kind of log-prob than the
+trainer takes for granted it still answers, and the importance weights are about another policy. vLLM tells its whole
+configuration at `/server_info`, which it serves with `VLLM_SERVER_DEV_MODE=1` only, as it does what takes the weights.
+"""
+
+import json
+import re
+import shlex
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from transformers import AutoConfig
+
+from .config import FP8GRPOConfig
+from .float8 import ConversionReport
+from .parity import engine_name, ignored_by_engine
+
+
+# Seconds for one answer. The first `/server_info` of a server takes long: it collects versions of the whole system
+_ANSWER_TIMEOUT = 120.0
+_RETRY_INTERVAL = 2.0
+# Names of one thing: the online method per tensor, the 8-bit type with 4 bits of exponent
+_SYNONYMS = {"fp8": "fp8_per_tensor"}
+_CACHE_SYNONYMS = {"fp8_e4m3": "fp8"}
+# Two models whose configurations agree in these take each other's weights
+_ARCHITECTURE = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "tie_word_embeddings",
+)
+
+
+def server_url(args: FP8GRPOConfig) -> str:
+    """Where TRL's client looks for the server."""
+    url = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
+    return url.rstrip("/")
+
+
+def serve_command(args: FP8GRPOConfig, model: str = "MODEL", ignored: list[str] | None = None) -> str:
+    """The command line of a server that fits the run.
+
+    Args:
+        args: of the run.
+        model: checkpoint the policy starts from.
+        ignored: names of the layers that the trainer keeps in high precision, as vLLM calls them.
+    """
+    command = ["vllm", "serve", model]
+    if args.rollout_quantization != "none":
+        command += ["--quantization", args.rollout_quantization]
+    if ignored:
+        command += ["--quantization-config", json.dumps({"ignore": ignored})]
+    if args.bf16 or args.fp16:
+        command += ["--dtype", "bfloat16" if args.bf16 else "float16"]
+    if args.vllm_kv_cache_dtype is not None:
+        command += ["--kv-cache-dtype", args.vllm_kv_cache_dtype]
+    command += ["--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"]
+    if args.device.type == "cuda":
+        command += ["--weight-transfer-config", '{"backend": "nccl"}']
+    return f"VLLM_SERVER_DEV_MODE=1 {shlex.join(command)}"
+
+
+def ask(args: FP8GRPOConfig) -> dict[str, Any]:
+    """The server's configuration, a tree of plain values (vLLM's `VllmConfig`), once it is up.
+
+    Raises:
+        ConnectionError: it is not up after `vllm_server_timeout` seconds.
+        ValueError: what answers is no vLLM server, or one without development endpoints.
+    """
+    url = server_url(args)
+    _wait(url, args)
+    try:
+        answer = json.loads(_get(f"{url}/server_info?config_format=json", _ANSWER_TIMEOUT))["vllm_config"]
+        missing = {"model_config", "cache_config", "instance_id"} - answer.keys()
+        if missing:
+            raise KeyError(*missing)
+    except urllib.error.HTTPError as error:
+        if error.code != 404:
+            raise
+        raise ValueError(
+            f"vllm_mode='server' with the server at {url}, which has no /server_info: its development endpoints are "
+            "off, so it neither says what it serves nor takes new weights. Start it with VLLM_SERVER_DEV_MODE=1, as "
+            f"in: {serve_command(args)}"
+        ) from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"vllm_mode='server' with {url}, whose /server_info is not the configuration of a vLLM server "
+            f"({type(error).__name__}: {error}), so nothing can be compared with it. Start vLLM there: "
+            f"{serve_command(args)}"
+        ) from error
+    return answer
+
+
+def _wait(url: str, args: FP8GRPOConfig) -> None:
+    deadline = time.monotonic() + args.vllm_server_timeout
+    while True:
+        try:
+            _get(f"{url}/health", min(_ANSWER_TIMEOUT, max(1.0, deadline - time.monotonic())))
+            return
+        except OSError as error:  # refused, no such host, no answer, or an answer that is not 200
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                raise ConnectionError(
+                    f"vllm_mode='server' with no vLLM server at {url} after vllm_server_timeout="
+                    f"{args.vllm_server_timeout:g} s ({error}): nothing could generate. Start it first, with "
+                    f"{serve_command(args)}, or correct vllm_server_base_url or vllm_server_host and vllm_server_port."
+                ) from error
+            time.sleep(min(_RETRY_INTERVAL, remaining))
+
+
+def _get(url: str, timeout: float) -> bytes:
+    with urllib.request.urlopen(url, timeout=timeout) as response:
+        return response.read()
+
+
+def check_settings(args: FP8GRPOConfig, served: Mapping[str, Any]) -> None:
+    """Refuse a server whose quantisation, data types or log-probs are not those of the run; all differences at once.
+
+    Args:
+        args: of the run.
+        served: the server's configuration, see [`ask`].
+    """
+    model, cache = served["model_config"], served["cache_config"]
+    quantization, dtype = model.get("quantization") or "none", str(model.get("dtype")).removeprefix("torch.")
+    cache_dtype = _CACHE_SYNONYMS.get(cache["cache_dtype"], cache["cache_dtype"])
+    expected = args.rollout_quantization
+    expected_cache = args.vllm_kv_cache_dtype or "auto"
+    chosen = f"vllm_quantization={args.vllm_quantization!r}"
+    if args.vllm_quantization == "auto":
+        chosen += f" with fp8_recipe={args.fp8_recipe!r}"
+    rows: list[tuple[str, str, str | None, str]] = [
+        (chosen, "quantization", _SYNONYMS.get(quantization, quantization), _SYNONYMS.get(expected, expected))
+    ]
+    if args.bf16 or args.fp16:
+        rows.append(
+            ("bf16=True" if args.bf16 else "fp16=True", "dtype", dtype, "bfloat16" if args.bf16 else "float16")
+        )
+    rows += [
+        (
+            f"vllm_kv_cache_dtype={args.vllm_kv_cache_dtype!r}",
+            "KV cache dtype",
+            "auto" if cache_dtype == dtype else cache_dtype,
+            _CACHE_SYNONYMS.get(expected_cache, expected_cache),
+        ),
+        ("importance sampling", "logprobs mode", model.get("logprobs_mode"), "processed_logprobs"),
+    ]
+    if args.device.type == "cuda":
+        backend = (served.get("weight_transfer_config") or {}).get("backend")
+        rows.append(("the weight sync", "weight transfer backend", backend, "nccl"))
+    wrong = [
+        f"{setting} needs the {what} {need!r}, it has {has!r}" for setting, what, has, need in rows if has != need
+    ]
+    if wrong:
+        raise ValueError(
+            f"The vLLM server at {server_url(args)} is not the one this run is configured for: {'; '.join(wrong)}. "
+            "The policy that samples, or its log-probs, would be another one than the trainer takes it for. Restart "
+            f"the server with: {serve_command(args, model['model'])}, or change the settings of the run."
+        )
+
+
+def check_layers(args: FP8GRPOConfig, served: Mapping[str, Any], report: ConversionReport | None) -> None:
+    """Refuse a server that quantises a layer the trainer keeps in high precision, or the other way round."""
+    if args.rollout_quantization == "none" or report is None:
+        return
+    model = served["model_config"]
+    patterns = (model.get("quantization_config") or {}).get("ignore") or []
+    ignored = ignored_by_engine(report)
+    engine_only = [name for name in ignored if not _matches(name, patterns)]
+    trainer_only = [name for name in map(engine_name, report.converted) if _matches(name, patterns)]
+    if engine_only or trainer_only:
+        sides = (("server", engine_only), ("trainer", trainer_only))
+        told = "; ".join(f"in the {side} only: {', '.join(names[:4])}" for side, names in sides if names)
+        raise ValueError(
+            f"The vLLM server at {server_url(args)} and the trainer (fp8_recipe={args.fp8_recipe!r}) quantise "
+            f"different layers ({told}), which makes the policy that samples another one than the one that is "
+            f"trained. Restart the server with: {serve_command(args, model['model'], ignored)}, or change "
+            "fp8_exclude_modules."
+        )
+
+
+def _matches(name: str, patterns: list[str]) -> bool:
+    """Whether vLLM's `ignore` names the layer: literally, by fnmatch, or by a regular expression after `re:`."""
+    return any(
+        bool(re.match(pattern[3:], name)) if pattern.startswith("re:") else fnmatchcase(name, pattern)
+        for pattern in patterns
+    )
+
+
+def check_model(args: FP8GRPOConfig, served: Mapping[str, Any], policy: Any) -> None:
+    """Refuse a server of a model that cannot take the policy's weights.
+
+    Another checkpoint of the same architecture is fine, since every weight is sent before the first generation.
+    """
+    name = served["model_config"]["model"]
+    advice = f"Restart it with: {serve_command(args, policy.name_or_path or 'MODEL')}"
+    try:
+        theirs = AutoConfig.from_pretrained(name, trust_remote_code=args.trust_remote_code).get_text_config()
+    except (OSError, ValueError) as error:
+        if name == policy.name_or_path:
+            return
+        raise ValueError(
+            f"The vLLM server at {server_url(args)} serves {name!r} and the policy is {policy.name_or_path!r}; "
+            f"whether the server can take its weights cannot be seen, since {name!r} cannot be read here ({error}). "
+            f"{advice}, or make that path readable for the trainer."
+        ) from error
+    ours = policy.config.get_text_config()
+    for field in _ARCHITECTURE:
+        values = getattr(theirs, field, None), getattr(ours, field, None)
+        if values[0] != values[1]:
+            raise ValueError(
+                f"The vLLM server at {server_url(args)} serves {name!r} with {field}={values[0]}, and the policy "
+                f"{policy.name_or_path!r} has {values[1]}: it cannot take the policy's weights. {advice}, or train "
+                "the model that it serves."
+            )

@@ -1,0 +1,172 @@
+"""The trainer's weights on their way to a vLLM engine: the same names every time, whole groups, every value alive.
+
+A sync that lacks k_proj fills a third of the fused layer with uninitialised memory and says nothing, and one that
+fails half-way leaves old, new and no weights side by side. So names are compared before anything is sent, and an
+engine that was left half-loaded generates no more. Per sync:
+
+    names complete?  ->  send(all parameters, one at a time)  ->  canary  ->  metrics
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _upstream
+from .canary import Canary
+from .config import FP8GRPOConfig
+from .float8 import ConversionReport
+
+
+class SyncedEngine(_upstream.VLLMGeneration):
+    """TRL's vLLM with a weight sync that re-quantises; how weights get to the engine is what its subclasses know.
+
+    Args:
+        settings: of the run.
+        before_start: called when the policy is loaded and the engine is not used yet; converts it.
+        record: takes metrics, see [`~trl_fp8.metrics.MetricWindow`].
+        *args, **kwargs: of TRL's class.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        settings: FP8GRPOConfig,
+        before_start: Callable[[], ConversionReport | None],
+        record: Callable[[Mapping[str, Any]], None],
+        **kwargs: Any,
+    ):
+        self._settings, self._before_start, self._record = settings, before_start, record
+        self._source: dict[str, torch.dtype] | None = None  # the trainer's parameters at the first sync
+        # Of the tensors the engine gets: name -> type and shape
+        self._stream_metadata: dict[str, tuple[str, list[int]]] = {}
+        self._fused: Mapping[str, list[str]] = {}  # layer of the engine -> linears of the trainer, by their last names
+        self._unusable: BaseException | None = None
+        self._report: ConversionReport | None = None
+        self.canary: Canary
+        super().__init__(*args, **kwargs)
+
+    def send(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        """Give the engine all `weights`, in one bracket in which it quantises them as it did when it started."""
+        raise NotImplementedError
+
+    def score(self, token_ids: list[int]) -> list[float]:
+        """The engine's log-probs of the tokens of a prompt after the first, nats."""
+        raise NotImplementedError
+
+    def sync_weights(self) -> None:
+        """Load the trainer's weights into the engine and quantise them. TRL's own loop is what cannot be called here.
+
+        Raises:
+            ValueError: parameters have come or gone since the first sync; the engine is as it was.
+            RuntimeError: this sync failed half-way, or an earlier one did.
+        """
+        self._refuse_unusable()
+        start = time.perf_counter()
+        self._check_names()
+        sent = {"bytes": 0}
+        try:
+            with torch.no_grad(), contextlib.closing(self._stream(sent)) as stream:
+                self.send(stream)
+            canary = self.canary.check(self.model, self.score, self.accelerator)
+        except BaseException as error:
+            self._unusable = error
+            raise
+        self._record(
+            {
+                "rollout/sync_time": (time.perf_counter() - start, 1.0),
+                "rollout/sync_bytes": (float(sent["bytes"]), 1.0),
+                **canary,
+            }
+        )
+
+    def generate(self, *args: Any, **kwargs: Any) -> tuple:
+        self._refuse_unusable()
+        return super().generate(*args, **kwargs)
+
+    def _refuse_unusable(self) -> None:
+        if self._unusable is not None:
+            raise RuntimeError(
+                f"A weight sync failed half-way ({type(self._unusable).__name__}: {self._unusable}), so some layers "
+                "of the engine hold new weights, some old ones and some none: what it generates is garbage. Repair "
+                "the cause and start the run again from its last checkpoint."
+            ) from self._unusable
+
+    def _check_names(self) -> None:
+        """Names are compared where they cost nothing: gathering every parameter for its name would double the sync."""
+        source = {name: parameter.dtype for name, parameter in self.model.named_parameters()}
+        if self._source is None:
+            self._stream_metadata = {
+                name: (str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in self._walk()
+            }
+            refuse_incomplete_groups(set(self._stream_metadata), self._fused)
+            self._source = source
+        elif source != self._source:
+            missing, extra = sorted(self._source.keys() - source), sorted(source.keys() - self._source)
+            recast = sorted(name for name in source.keys() & self._source if source[name] != self._source[name])
+            raise ValueError(
+                f"The policy's parameters have changed since the first weight sync (missing: {missing[:3]}, new: "
+                f"{extra[:3]}, of another type: {recast[:3]}), and a layer that gets half its parameters is filled "
+                "with uninitialised memory. Change the modules of the policy before the trainer is built."
+            )
+
+    @contextlib.contextmanager
+    def _unmerged(self) -> Iterator[bool]:
+        """Whether adapters have to be merged into copies here; sharded parameters are merged by TRL, in place."""
+        adapters = hasattr(self.model, "merge_adapter") and not self._dist.is_fsdp
+        with _upstream.without_merging(self.model) if adapters else contextlib.nullcontext():
+            yield adapters
+
+    def _walk(self) -> Iterator[tuple[str, Tensor]]:
+        with self._unmerged():
+            yield from self._iter_named_params()
+
+    def _stream(self, sent: dict[str, int]) -> Generator[tuple[str, Tensor]]:
+        """The weights under vLLM's names, one at a time; adds up `sent["bytes"]`."""
+        seen = set()
+        with self._unmerged() as adapters:
+            merged = None
+            for name, parameter in self._iter_named_params():
+                if adapters and merged is None:  # ZeRO-3 has gathered every parameter now, and none before
+                    merged = _upstream.merged_parameters(self.model)
+                if name not in self._stream_metadata:
+                    raise ValueError(
+                        f"The weight sync meets {name}, which the first one had not. Change the modules of the policy "
+                        "before the trainer is built."
+                    )
+                seen.add(name)
+                copy = None if merged is None else merged(parameter)
+                # vLLM keeps a reference until the fused layer is complete, and ZeRO-3, FSDP and PEFT free or change
+                # the source when the next parameter is asked for
+                copy = parameter.detach().clone() if copy is None else copy
+                sent["bytes"] += copy.numel() * copy.element_size()
+                yield name, copy
+        if seen != set(self._stream_metadata):
+            lacking = sorted(set(self._stream_metadata) - seen)
+            raise ValueError(
+                f"The weight sync lacks {lacking[:3]}, which the first one had. Change the modules of the policy "
+                "before the trainer is built."
+            )
+
+
+def refuse_incomplete_groups(names: set[str], groups: Mapping[str, list[str]]) -> None:
+    """Refuse weights that fill a fused layer of the engine in part.
+
+    Args:
+        names: of the tensors the engine will get.
+        groups: fused layer -> its parts, e.g. `{"qkv_proj": ["q_proj", "k_proj", "v_proj"]}`.
+    """
+    for fused, parts in groups.items():
+        for part in parts:
+            for name in names:
+                stem, found, _ = name.partition(f".{part}.weight")
+                absent = [other for other in parts if found and f"{stem}.{other}.weight" not in names]
+                if absent:
+                    raise ValueError(
+                        f"The policy has {name} and no {', '.join(absent)} beside it, but vLLM fuses {parts} into "
+                        f"{fused} and would fill the rest with uninitialised memory. Pass a policy whose parameters "
+                        "match the checkpoint the engine starts from."
+                    )
