@@ -12,6 +12,7 @@ from trl_fp8.pairing import (
     pair_warning,
     resolve_quantization,
     rollout_warnings,
+    scale_rule_warning,
 )
 
 
@@ -30,6 +31,7 @@ def test_every_recipe_has_a_pair_that_the_config_accepts():
         ("rowwise", "none", "fp8_per_channel"),
         ("rowwise_with_gw_hp", "none", "fp8_per_channel"),
         ("blockwise", "none", "fp8_per_block"),
+        ("blockwise", "power_of_2", "fp8_per_block"),
     ],
 )
 def test_an_equal_pair_does_not_warn(recipe, rounding, quantization):
@@ -47,7 +49,7 @@ def test_an_equal_pair_does_not_warn(recipe, rounding, quantization):
         ("tensorwise", "none", "fp8_per_tensor", "q, k and v", "0.195"),
         ("tensorwise", "power_of_2", "fp8", "q, k and v", "0.195"),
         ("tensorwise", "none", "fp8_per_channel", "different granularity", "0.249"),
-        ("blockwise", "power_of_2", "fp8_per_block", "powers of two", "not measured"),
+        ("blockwise", "power_of_2", "fp8_per_channel", "different granularity", "not measured"),
         ("blockwise", "none", "fp8_per_channel", "different granularity", "not measured"),
         ("rowwise", "none", "mxfp8", "different granularity", "not measured"),
     ],
@@ -85,3 +87,25 @@ def test_what_a_run_is_told(tmp_path, settings, expected):
     assert len(warnings) == len(expected)
     for warning, part in zip(warnings, expected, strict=True):
         assert part in warning
+
+
+@pytest.mark.parametrize(
+    ("recipe", "rounding", "engine_rounds", "fitting"),
+    [
+        ("blockwise", "none", False, None),
+        ("blockwise", "power_of_2", True, None),
+        ("blockwise", "none", True, "power_of_2"),
+        ("blockwise", "power_of_2", False, "none"),
+        ("rowwise", "none", True, None),
+    ],
+)
+def test_a_blockwise_pair_is_told_the_scale_rule_of_its_engine(recipe, rounding, engine_rounds, fitting, tmp_path):
+    args = FP8GRPOConfig(
+        str(tmp_path), use_cpu=True, report_to=[], use_vllm=True, fp8_recipe=recipe, fp8_scale_rounding=rounding
+    )
+    warning = scale_rule_warning(args, engine_rounds)
+    if fitting is None:
+        assert warning is None
+    else:
+        assert warning.startswith(f"fp8_scale_rounding={rounding!r} with vLLM in 'fp8_per_block'")
+        assert warning.endswith(f"Set fp8_scale_rounding={fitting!r}.")

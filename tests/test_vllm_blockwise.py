@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("vllm")
 
-from trl_fp8 import blockwise
+from trl_fp8 import _upstream, blockwise
 
 
 pytestmark = pytest.mark.vllm
@@ -74,3 +74,7 @@ def test_the_wrong_scale_rule_is_another_quantisation(operands):
     mine = ours(x, weight, False)
     for (values, _), (theirs, _) in zip(mine, (engine_groups(x, True), engine_blocks(weight, True)), strict=True):
         assert (values.float() != theirs.float()).double().mean() > 0.5
+
+
+def test_the_engine_says_which_rule_it_follows():
+    assert _upstream.engine_rounds_block_scales() is False  # DeepGEMM, which has the other one, needs a GPU

@@ -58,6 +58,7 @@ __all__ = [
     "disable_gradient_checkpointing",
     "empty_cache",
     "engine_in_place_of_trls",
+    "engine_rounds_block_scales",
     "llm_in_place_of_vllms",
     "matmul_with_hp_or_float8_args",
     "merged_parameters",
@@ -246,6 +247,17 @@ def reload_weights(worker: Any, weights: Iterator[tuple[str, Tensor]]) -> None:
 
     with set_current_vllm_config(worker.vllm_config):
         worker.reload_weights(weights_iterator=weights, is_checkpoint_format=True)
+
+
+def engine_rounds_block_scales() -> bool:
+    """Whether vLLM's blockwise FP8 has power-of-two scales on this device (vLLM 0.26 to 0.31).
+
+    DeepGEMM decides by GPU and environment variable, and vLLM shows it nowhere else. Delete when the engine's
+    configuration names its scale format.
+    """
+    from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used  # pyright: ignore[reportMissingImports] - an extra
+
+    return is_deep_gemm_e8m0_used()
 
 
 def repack_tied_heads(model: nn.Module) -> None:

@@ -67,6 +67,23 @@ def rollout_warnings(args: Any) -> list[str]:
     return warnings
 
 
+def scale_rule_warning(args: Any, engine_rounds: bool) -> str | None:
+    """What to tell of a blockwise pair whose scales follow two rules; `None` where they follow one.
+
+    Args:
+        args: of the run.
+        engine_rounds: whether the engine's block scales are powers of two (UE8M0).
+    """
+    rounds = args.fp8_scale_rounding == "power_of_2"
+    if args.fp8_recipe != "blockwise" or args.rollout_quantization != "fp8_per_block" or rounds == engine_rounds:
+        return None
+    rule, fitting = ("powers of two", "power_of_2") if engine_rounds else ("FP32 numbers", "none")
+    return (
+        f"fp8_scale_rounding={args.fp8_scale_rounding!r} with vLLM in 'fp8_per_block': on this device the engine's "
+        f"scales are {rule}, so nine in ten FP8 values differ (docs/numerics.md). Set fp8_scale_rounding={fitting!r}."
+    )
+
+
 def pair_warning(recipe: str, scale_rounding: str, quantization: str) -> str | None:
     """What is unequal on the two sides and how far apart they were measured; `None` for a pair that agrees."""
     if quantization == "none" and recipe == "none":
@@ -81,7 +98,7 @@ def pair_warning(recipe: str, scale_rounding: str, quantization: str) -> str | N
         reason = "the trainer quantises and the engine does not"
     elif engine != ROLLOUT_PAIRS[recipe]:
         reason = f"they scale at different granularity ({ROLLOUT_PAIRS[recipe]} is the pair)"
-    elif rounded:
+    elif rounded and recipe != "blockwise":  # blockwise engines round on some GPUs: `scale_rule_warning`
         reason = "the trainer rounds scales to powers of two and vLLM does not"
     elif per_tensor:
         reason = "the engine scales q, k and v (and gate and up) by one number, the trainer by one each"

@@ -21,7 +21,7 @@ from . import _upstream, parity, server_checks
 from .canary import Canary
 from .config import FP8GRPOConfig
 from .float8 import ConversionReport
-from .pairing import rollout_warnings
+from .pairing import rollout_warnings, scale_rule_warning
 from .parity import engine_layers, ignored_by_engine
 from .server import ServerEngine
 from .weights import SyncedEngine
@@ -74,9 +74,11 @@ class RolloutEngine(SyncedEngine):
         self.parity = parity.compare(self._report, settings.fp8_scale_rounding, layers, self._fused)
         asked_for = "quantization_config" in (settings.vllm_engine_kwargs or {})
         recipe = "none" if self._report is None else self._report.recipe
-        told = parity.check(self.parity, recipe, settings.rollout_quantization, asked_for)
-        if told:
-            logger.warning(told)
+        told = [parity.check(self.parity, recipe, settings.rollout_quantization, asked_for)]
+        if recipe == "blockwise":
+            told.append(scale_rule_warning(settings, _upstream.engine_rounds_block_scales()))
+        for message in filter(None, told):
+            logger.warning(message)
         if self.accelerator.is_main_process:
             print(self.parity)  # noqa: T201 - beside the report of the conversion
         tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
