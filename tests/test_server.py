@@ -15,7 +15,7 @@ from conftest import RUN, build_dataset, build_model, build_tokenizer, digits_re
 from safetensors.torch import load_file
 from torch import nn
 
-from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer, _upstream, server, server_checks
+from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer, _upstream_vllm, server, server_checks
 from trl_fp8.float8 import convert_model
 
 
@@ -395,11 +395,11 @@ def test_a_lost_server_is_told(policy, tmp_path, serving):
 
 def test_everything_off_leaves_trls_engine_alone(policy, tmp_path, serving, monkeypatch):
     opened = []
-    monkeypatch.setattr(_upstream.VLLMClient, "init_communicator", lambda self, device: opened.append(type(self)))
+    monkeypatch.setattr(_upstream_vllm.VLLMClient, "init_communicator", lambda self, device: opened.append(type(self)))
     off = {"fp8_recipe": "none", "use_calibrated_clipping": False}
     trainer = build_trainer(policy, tmp_path, serving.url, **off)
-    assert type(trainer.vllm_generation) is _upstream.VLLMGeneration
-    assert opened == [_upstream.VLLMClient]
+    assert type(trainer.vllm_generation) is _upstream_vllm.VLLMGeneration
+    assert opened == [_upstream_vllm.VLLMClient]
 
 
 # -- parts

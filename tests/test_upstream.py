@@ -15,7 +15,7 @@ from trl.distributed import DistributedBackend
 from trl.generation import vllm_generation
 from trl.trainer import grpo_trainer
 
-from trl_fp8 import FP8GRPOTrainer, _upstream
+from trl_fp8 import FP8GRPOTrainer, _upstream, _upstream_vllm
 
 
 @pytest.mark.parametrize("name", _upstream.TRL_OVERRIDES)
@@ -160,7 +160,7 @@ def test_merged_copies_leave_every_bit_of_the_base():
     model = lora_model(torch.bfloat16)
     layer = model.base_model.model[0]
     base = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    merged = _upstream.merged_parameters(model)
+    merged = _upstream_vllm.merged_parameters(model)
     copy = merged(layer.base_layer.weight.data)
     sum_of_both = base["base_model.model.0.base_layer.weight"] + layer.get_delta_weight("default")  # float32
     assert torch.equal(copy, sum_of_both.to(torch.bfloat16))
@@ -178,7 +178,7 @@ def test_merging_is_off_inside_and_on_after_an_exception():
     model = lora_model(torch.float32)
 
     def fails():
-        with _upstream.without_merging(model):
+        with _upstream_vllm.without_merging(model):
             model.merge_adapter()
             assert not model.base_model.model[0].merged
             raise KeyError
@@ -191,9 +191,9 @@ def test_merging_is_off_inside_and_on_after_an_exception():
 @pytest.mark.parametrize(
     ("context", "module", "name"),
     [
-        (_upstream.engine_in_place_of_trls, grpo_trainer, "VLLMGeneration"),
-        (_upstream.llm_in_place_of_vllms, vllm_generation, "LLM"),
-        (_upstream.client_in_place_of_trls, vllm_generation, "VLLMClient"),
+        (_upstream_vllm.engine_in_place_of_trls, grpo_trainer, "VLLMGeneration"),
+        (_upstream_vllm.llm_in_place_of_vllms, vllm_generation, "LLM"),
+        (_upstream_vllm.client_in_place_of_trls, vllm_generation, "VLLMClient"),
     ],
 )
 def test_names_are_replaced_inside_and_back_after_an_exception(context, module, name, monkeypatch):
@@ -210,15 +210,15 @@ def test_names_are_replaced_inside_and_back_after_an_exception(context, module, 
 
 def test_trl_builds_its_engine_under_the_names_we_replace():
     assert "self.vllm_generation = VLLMGeneration(" in inspect.getsource(GRPOTrainer.__init__)
-    assert "self.llm = LLM(" in inspect.getsource(_upstream.VLLMGeneration._init_vllm)
-    assert "self.vllm_client = VLLMClient(" in inspect.getsource(_upstream.VLLMGeneration._init_vllm)
-    assert "self._init_vllm()" in inspect.getsource(_upstream.VLLMGeneration.__init__)
+    assert "self.llm = LLM(" in inspect.getsource(_upstream_vllm.VLLMGeneration._init_vllm)
+    assert "self.vllm_client = VLLMClient(" in inspect.getsource(_upstream_vllm.VLLMGeneration._init_vllm)
+    assert "self._init_vllm()" in inspect.getsource(_upstream_vllm.VLLMGeneration.__init__)
 
 
-@pytest.mark.parametrize("name", _upstream.VLLM_OVERRIDES)
+@pytest.mark.parametrize("name", _upstream_vllm.VLLM_OVERRIDES)
 def test_the_engines_methods_have_the_parameters_we_rely_on(name):
-    parameters = inspect.signature(getattr(_upstream.VLLMGeneration, name)).parameters
-    assert tuple(parameters) == _upstream.VLLM_OVERRIDES[name]
+    parameters = inspect.signature(getattr(_upstream_vllm.VLLMGeneration, name)).parameters
+    assert tuple(parameters) == _upstream_vllm.VLLM_OVERRIDES[name]
 
 
 @pytest.mark.parametrize(
@@ -232,27 +232,27 @@ def test_the_engines_methods_have_the_parameters_we_rely_on(name):
     ],
 )
 def test_the_clients_methods_have_the_parameters_we_rely_on(name, parameters):
-    signature = inspect.signature(getattr(_upstream.VLLMClient, name))
+    signature = inspect.signature(getattr(_upstream_vllm.VLLMClient, name))
     assert tuple(signature.parameters)[: len(parameters)] == parameters
 
 
 def test_trls_client_sends_all_weights_in_one_update():
     # The server quantises whole layers between start and finish; one update per tensor leaves fused layers garbage
-    source = inspect.getsource(_upstream.VLLMClient.update_named_params)
+    source = inspect.getsource(_upstream_vllm.VLLMClient.update_named_params)
     start, send, finish = (source.index(part) for part in ("_start_weight_update()", "iterator=", "_finish_weight_u"))
     assert start < send < finish
-    assert "/start_weight_update" in inspect.getsource(_upstream.VLLMClient._start_weight_update)
-    assert "/finish_weight_update" in inspect.getsource(_upstream.VLLMClient._finish_weight_update)
+    assert "/start_weight_update" in inspect.getsource(_upstream_vllm.VLLMClient._start_weight_update)
+    assert "/finish_weight_update" in inspect.getsource(_upstream_vllm.VLLMClient._finish_weight_update)
 
 
 def test_trl_calls_the_sync_through_self_when_the_weights_sleep():
-    source = inspect.getsource(_upstream.VLLMGeneration.generate)
+    source = inspect.getsource(_upstream_vllm.VLLMGeneration.generate)
     assert "self._llm_weights_sleeping" in source
     assert "self.sync_weights()" in source
 
 
 def test_trl_streams_parameters_under_the_names_of_the_checkpoint():
-    generation = object.__new__(_upstream.VLLMGeneration)
+    generation = object.__new__(_upstream_vllm.VLLMGeneration)
     generation.model = build_model()
     generation._dist = DistributedBackend(Accelerator(cpu=True))
     assert generation._dist.is_fsdp is False

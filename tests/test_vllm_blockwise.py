@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("vllm")
 
-from trl_fp8 import _upstream, blockwise
+from trl_fp8 import _upstream_vllm, blockwise
 
 
 pytestmark = pytest.mark.vllm
@@ -77,4 +77,4 @@ def test_the_wrong_scale_rule_is_another_quantisation(operands):
 
 
 def test_the_engine_says_which_rule_it_follows():
-    assert _upstream.engine_rounds_block_scales() is False  # DeepGEMM, which has the other one, needs a GPU
+    assert _upstream_vllm.engine_rounds_block_scales() is False  # DeepGEMM, which has the other one, needs a GPU

@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 from conftest import RUN, build_dataset, build_tokenizer, digits_reward
 from vllm_helpers import ENGINE_KWARGS, PROMPTS, build_policy, save_policy, score, start_engine
 
-from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer, _upstream
+from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer, _upstream_vllm
 from trl_fp8.config_checks import ENGINE_OWNERS
 from trl_fp8.float8 import layer_factory
 
@@ -249,7 +249,7 @@ def test_trls_own_sync_dies_half_way_where_ours_works(policy, folder):
     engine = start_engine(policy, folder)
     before = score(engine.llm)
     with pytest.raises((AssertionError, AttributeError)):
-        _upstream.VLLMGeneration.sync_weights(engine)
+        _upstream_vllm.VLLMGeneration.sync_weights(engine)
     engine = start_engine(policy, folder)
     engine.sync_weights()
     assert torch.equal(score(engine.llm), before)

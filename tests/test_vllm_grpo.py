@@ -9,7 +9,7 @@ pytest.importorskip("vllm")
 from conftest import RUN, build_dataset, build_tokenizer, digits_reward
 from vllm_helpers import ENGINE_KWARGS, build_policy, keep_alive, save_policy, score
 
-from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer, _upstream
+from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer, _upstream_vllm
 
 
 pytestmark = pytest.mark.vllm
@@ -184,13 +184,13 @@ def test_an_fp8_cache_rolls_out_and_its_scales_are_checked(fp8_cache, monkeypatc
     def zero(model):
         model.model.layers[1].self_attn.attn._k_scale.zero_()
 
-    reload_weights = _upstream.reload_weights
+    reload_weights = _upstream_vllm.reload_weights
 
     def reload_and_lose_a_scale(worker, weights):
         reload_weights(worker, weights)
         zero(worker.model_runner.model)
 
-    monkeypatch.setattr(_upstream, "reload_weights", reload_and_lose_a_scale)
+    monkeypatch.setattr(_upstream_vllm, "reload_weights", reload_and_lose_a_scale)
     with pytest.raises(RuntimeError, match=r"scale model.layers.1.self_attn.attn._k_scale is \[0.0\]"):
         engine.sync_weights()
 

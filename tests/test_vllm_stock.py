@@ -10,7 +10,7 @@ pytest.importorskip("vllm")
 
 from vllm_helpers import build_policy, fp8_per_tensor_on_cpu, save_policy, score, start_engine
 
-from trl_fp8 import _upstream
+from trl_fp8 import _upstream_vllm
 
 
 pytestmark = pytest.mark.vllm
@@ -68,9 +68,9 @@ def test_trls_sync_fails_and_ours_is_exact(quantization, tmp_path, monkeypatch, 
     if quantization == "none" and not torch.cpu._is_avx512_supported():
         pytest.skip("vLLM leaves BF16 weights alone on this CPU, and TRL's sync works")
     if STOCK[quantization] is None:
-        _upstream.VLLMGeneration.sync_weights(stock)
+        _upstream_vllm.VLLMGeneration.sync_weights(stock)
         garbage = score(stock.llm)
         assert garbage.isnan().any() or (garbage - expected).abs().mean() > 0.3
     else:
         with pytest.raises(STOCK[quantization]):
-            _upstream.VLLMGeneration.sync_weights(stock)
+            _upstream_vllm.VLLMGeneration.sync_weights(stock)

@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 
 from vllm_helpers import build_policy, save_policy, score, start_engine
 
-from trl_fp8 import _upstream
+from trl_fp8 import _upstream_vllm
 
 
 pytestmark = pytest.mark.vllm
@@ -205,7 +205,7 @@ def test_adapters_are_merged_into_copies(folder):
     synced = score(engine.llm)
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, before[name]), name
-    assert not any(layer.merged for _, layer in _upstream._tuner_layers(model))
+    assert not any(layer.merged for _, layer in _upstream_vllm._tuner_layers(model))
     assert (synced - score(start_engine(build_policy_from(path), folder).llm)).abs().mean() > 0.01
     merged = copy.deepcopy(model).merge_and_unload()
     save_policy(merged, folder / "merged")

@@ -1,12 +1,10 @@
-"""The only door to private or non-public names of torchao, peft, trl and transformers.
+"""The door to private or non-public names of torchao, peft, trl and transformers; vLLM has `_upstream_vllm.py`.
 
 Each entry says why it is needed, the versions it was checked against, and what removes it. `tests/test_upstream.py`
 holds the contract of every one.
 """
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,47 +25,26 @@ from torchao.float8.float8_training_tensor import choose_scaled_mm_config
 # transformers 5.24: what deletes old checkpoints. Delete when transformers writes them atomically.
 from transformers.trainer_utils import rotate_checkpoints
 
-# trl 1.16: `VLLMGeneration` has no public path and no hook for engine arguments or for the weight sync; its module and
-# the trainer's are imported to replace one name in each while TRL constructs (`_replaced`). `empty_cache` is what TRL
-# calls before it wakes an engine. Delete when `GRPOTrainer` takes engine arguments (huggingface/trl#6776) and
-# syncs quantised engines (huggingface/trl#7085).
-from trl.generation import vllm_generation
-from trl.generation.vllm_client import VLLMClient
-from trl.generation.vllm_generation import VLLMGeneration, empty_cache
-
 # trl 1.16: the only way to run one pass without reentrant checkpointing, which warns where nothing needs a gradient.
 # Delete when TRL or transformers export it.
 from trl.models.utils import disable_gradient_checkpointing
-from trl.trainer import grpo_trainer
 
 
 __all__ = [
     "FLOAT8_OPS_TABLE",
     "HF_OVERRIDES",
     "TRL_OVERRIDES",
-    "VLLM_OVERRIDES",
     "Float8Linear",
     "Float8LinearConfig",
-    "VLLMClient",
-    "VLLMGeneration",
     "adapter_modules",
     "blockwise_kernels",
     "blockwise_matmul",
     "choose_scaled_mm_config",
-    "client_in_place_of_trls",
     "disable_gradient_checkpointing",
-    "empty_cache",
-    "engine_in_place_of_trls",
-    "engine_rounds_block_scales",
-    "llm_in_place_of_vllms",
     "matmul_with_hp_or_float8_args",
-    "merged_parameters",
     "module_hooks",
-    "reload_weights",
-    "repack_tied_heads",
     "rotate_checkpoints",
     "swap_linear_layers",
-    "without_merging",
 ]
 
 # trl 1.16: methods of `GRPOTrainer` that `FP8GRPOTrainer` overrides and calls through `super()`, with the parameters
@@ -89,15 +66,6 @@ TRL_OVERRIDES = {
     "training_step": ("self", "model", "inputs", "num_items_in_batch"),
     "log": ("self", "logs", "start_time"),
     "_generate_single_turn": ("self", "prompt_ids", "images", "multimodal_fields", "num_generations"),
-}
-
-# trl 1.16: methods of `VLLMGeneration` that `RolloutEngine` overrides or iterates over, with their parameters. Delete
-# with `VLLMGeneration` above.
-VLLM_OVERRIDES = {
-    "_init_vllm": ("self",),
-    "sync_weights": ("self",),
-    "generate": ("self", "prompts", "images", "num_generations", "profiler"),
-    "_iter_named_params": ("self",),
 }
 
 # transformers 5.24: `Trainer._load_callback_state` replaces an exportable callback by one built from the checkpoint's
@@ -204,125 +172,3 @@ def module_hooks(module: nn.Module) -> list[str]:
     if hasattr(module, "parametrizations"):
         found.append("a parametrisation")
     return found
-
-
-@contextmanager
-def _replaced(module: Any, name: str, value: Any) -> Iterator[Any]:
-    original = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield original
-    finally:
-        setattr(module, name, original)
-
-
-def engine_in_place_of_trls(engine: Callable[..., Any]) -> Any:
-    """Context in which `GRPOTrainer.__init__` builds `engine(...)` where it says `VLLMGeneration(...)` (trl 1.16)."""
-    return _replaced(grpo_trainer, "VLLMGeneration", engine)
-
-
-def llm_in_place_of_vllms(build: Callable[..., Any]) -> Any:
-    """Context in which `VLLMGeneration._init_vllm` calls `build(...)` where it says `LLM(...)` (trl 1.16).
-
-    Enters with vLLM's own class.
-    """
-    return _replaced(vllm_generation, "LLM", build)
-
-
-def client_in_place_of_trls(client: Callable[..., Any]) -> Any:
-    """Context in which `VLLMGeneration._init_vllm` calls `client(...)` where it says `VLLMClient(...)` (trl 1.16).
-
-    TRL's client refuses every device but CUDA, and there is no hook for another way to send the weights.
-    """
-    return _replaced(vllm_generation, "VLLMClient", client)
-
-
-def reload_weights(worker: Any, weights: Iterator[tuple[str, Tensor]]) -> None:
-    """Give a vLLM worker new BF16 or FP32 weights, which it quantises as it did at its start (vLLM 0.26 to 0.31).
-
-    `Worker.reload_weights` is what vLLM documents for `collective_rpc`; 0.26 does not enter the configuration that
-    quantisation reads, later releases do. Delete the context with 0.26.
-    """
-    from vllm.config import set_current_vllm_config  # pyright: ignore[reportMissingImports] - an extra
-
-    with set_current_vllm_config(worker.vllm_config):
-        worker.reload_weights(weights_iterator=weights, is_checkpoint_format=True)
-
-
-def engine_rounds_block_scales() -> bool:
-    """Whether vLLM's blockwise FP8 has power-of-two scales on this device (vLLM 0.26 to 0.31).
-
-    DeepGEMM decides by GPU and environment variable, and vLLM shows it nowhere else. Delete when the engine's
-    configuration names its scale format.
-    """
-    from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used  # pyright: ignore[reportMissingImports] - an extra
-
-    return is_deep_gemm_e8m0_used()
-
-
-def repack_tied_heads(model: nn.Module) -> None:
-    """Give an output embedding tied to the input embedding the new weights in a vLLM CPU engine (vLLM 0.31).
-
-    On a CPU the head multiplies by a packed copy of its weight, and a layerwise reload processes a shared parameter
-    once, for the input embedding: the copy of the head stays stale. Harmless where nothing is packed. Delete when
-    vLLM processes tied heads on reload.
-    """
-    heads: list[Any] = [
-        m for name, m in model.named_modules() if name.split(".")[-1] == "lm_head" and hasattr(m, "quant_method")
-    ]
-    for head in heads:
-        if any(getattr(other, "weight", None) is head.weight for other in model.modules() if other is not head):
-            head.quant_method.process_weights_after_loading(head)
-
-
-def _tuner_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    yield from ((name, module) for name, module in model.named_modules() if isinstance(module, BaseTunerLayer))
-
-
-@contextmanager
-def without_merging(model: Any) -> Iterator[None]:
-    """Context in which `model.merge_adapter()` and `model.unmerge_adapter()` of a PEFT model do nothing (peft 0.21).
-
-    TRL merges in place before it reads the weights and subtracts afterwards, which leaves rounding errors in the base
-    weights at every sync. Delete when TRL reads merged copies.
-    """
-    model.merge_adapter = model.unmerge_adapter = lambda *args, **kwargs: None
-    try:
-        yield
-    finally:
-        del model.merge_adapter, model.unmerge_adapter
-
-
-def merged_parameters(model: nn.Module) -> Callable[[Tensor], Tensor | None]:
-    """What maps the data of a PEFT layer's base parameter to a merged copy, and anything else to `None` (peft 0.21).
-
-    The layer merges into a copy that stands in for the parameter's data, so the base weights keep every bit.
-    """
-    layers = {
-        parameter.data_ptr(): (parameter, layer)
-        for _, layer in _tuner_layers(model)
-        for parameter in layer.get_base_layer().parameters(recurse=False)
-        if parameter.numel()
-    }
-    assert layers, "no base weight of an adapter is at hand"
-
-    def merged(data: Tensor) -> Tensor | None:
-        parameter, layer = layers.get(data.data_ptr(), (None, None))
-        if parameter is None or layer is None:
-            return None
-        base = list(layer.get_base_layer().parameters(recurse=False))
-        kept = [p.data for p in base]
-        try:
-            for p in base:
-                p.data = p.data.clone()
-            layer.merge()
-            copy = parameter.data.clone()
-            layer.unmerge()
-        finally:
-            for p, original in zip(base, kept, strict=True):
-                p.data = original
-        return copy
-
-    return merged

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from . import _upstream, parity, server_checks
+from . import _upstream_vllm, parity, server_checks
 from .canary import Canary
 from .config import FP8GRPOConfig
 from .float8 import ConversionReport
@@ -54,7 +54,9 @@ def engine_context(
     if args.vllm_mode == "server" and args.process_index == 0:
         server_checks.check_settings(args, server_checks.ask(args))  # now, since loading a policy takes long
     engine = ServerEngine if args.vllm_mode == "server" else RolloutEngine
-    return _upstream.engine_in_place_of_trls(partial(engine, settings=args, before_start=before_start, record=record))
+    return _upstream_vllm.engine_in_place_of_trls(
+        partial(engine, settings=args, before_start=before_start, record=record)
+    )
 
 
 class RolloutEngine(SyncedEngine):
@@ -67,7 +69,7 @@ class RolloutEngine(SyncedEngine):
         check_source(self.model, self.trust_remote_code)
         self._report = self._before_start()
         self._ignored = [] if settings.rollout_quantization == "none" else ignored_by_engine(self._report)
-        with _upstream.llm_in_place_of_vllms(self._build) as self._llm_class:
+        with _upstream_vllm.llm_in_place_of_vllms(self._build) as self._llm_class:
             super()._init_vllm()
         self._fused = self.llm.apply_model(lambda model: getattr(model, "packed_modules_mapping", None) or {})[0]
         layers = self.llm.apply_model(engine_layers)[0]
@@ -76,7 +78,7 @@ class RolloutEngine(SyncedEngine):
         recipe = "none" if self._report is None else self._report.recipe
         told = [parity.check(self.parity, recipe, settings.rollout_quantization, asked_for)]
         if recipe == "blockwise":
-            told.append(scale_rule_warning(settings, _upstream.engine_rounds_block_scales()))
+            told.append(scale_rule_warning(settings, _upstream_vllm.engine_rounds_block_scales()))
         for message in filter(None, told):
             logger.warning(message)
         if self.accelerator.is_main_process:
@@ -117,12 +119,12 @@ class RolloutEngine(SyncedEngine):
 
     def send(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         if self.enable_sleep_mode:
-            _upstream.empty_cache()
+            _upstream_vllm.empty_cache()
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
-        self.llm.collective_rpc(_upstream.reload_weights, args=(weights,))
+        self.llm.collective_rpc(_upstream_vllm.reload_weights, args=(weights,))
         if self.accelerator.device.type == "cpu":
-            self.llm.apply_model(_upstream.repack_tied_heads)
+            self.llm.apply_model(_upstream_vllm.repack_tied_heads)
         if self._settings.vllm_kv_cache_dtype is not None:
             self.llm.apply_model(check_cache_scales)
         self.llm.reset_prefix_cache()

@@ -26,7 +26,7 @@ from accelerate.utils import broadcast_object_list
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from . import _upstream, server_checks
+from . import _upstream_vllm, server_checks
 from .canary import Canary
 from .parity import FUSED, engine_name
 from .weights import SyncedEngine
@@ -51,7 +51,7 @@ class ServerEngine(SyncedEngine):
         with contextlib.ExitStack() as stack:
             if self.accelerator.device.type != "cuda":
                 client = partial(CheckpointClient, settings.output_dir or ".")
-                stack.enter_context(_upstream.client_in_place_of_trls(client))
+                stack.enter_context(_upstream_vllm.client_in_place_of_trls(client))
             super()._init_vllm()
         self._instance = served["instance_id"]
         self._fused = FUSED
@@ -120,7 +120,7 @@ class ServerEngine(SyncedEngine):
             )
 
 
-class CheckpointClient(_upstream.VLLMClient):
+class CheckpointClient(_upstream_vllm.VLLMClient):
     """TRL's client where there is no NCCL: weights go through a directory that the server reads.
 
     Args:

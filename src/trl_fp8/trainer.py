@@ -1,7 +1,6 @@
 """`FP8GRPOTrainer`: TRL's GRPO trainer with FP8 linears and Calibrated Clipping. Every override adds to its parent."""
 
 import logging
-from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -11,7 +10,6 @@ from trl import GRPOTrainer
 
 from . import checks, kernels, rollout
 from .alarms import mismatch_alarms
-from .callbacks import CalibratedClippingCallback, ClippingPolicy
 from .checkpoints import WholeCheckpoints
 from .clipping import ClipStatistics, importance_weight
 from .compiling import EagerGeneration, compile_layers
@@ -19,17 +17,17 @@ from .config import FP8GRPOConfig
 from .diagnostics import upper_tail
 from .float8 import ConversionReport, convert_model
 from .measure import Capture, MicroBatch, drop_unscored, measure, measure_rollout
-from .metrics import Metric, MetricWindow
+from .metrics import MetricWindow
+from .policy_host import PolicyHost
 from .reference import ReferencePrecision
 from .report import startup_line
-from .resume import SettingsRecord
 from .shadow import Stopwatch, shadow_pass
 
 
 logger = logging.getLogger(__name__)
 
 
-class FP8GRPOTrainer(ReferencePrecision, WholeCheckpoints, EagerGeneration, GRPOTrainer):
+class FP8GRPOTrainer(PolicyHost, ReferencePrecision, WholeCheckpoints, EagerGeneration, GRPOTrainer):
     """GRPO in FP8, stable: [`~trl.GRPOTrainer`] whose linears train in FP8 and whose clip bounds are calibrated.
 
     Takes the arguments of [`~trl.GRPOTrainer`], with [`FP8GRPOConfig`] as `args`. With `fp8_recipe="none"` and
@@ -61,11 +59,7 @@ class FP8GRPOTrainer(ReferencePrecision, WholeCheckpoints, EagerGeneration, GRPO
         checks.check_arguments(args, model, kwargs.get("quantization_config"))
         self._window = MetricWindow()
         self._capture: Capture | None = None
-        self._collected: ClipStatistics | None = None
-        self._collect_shadow = False
         self._weights_moved = False  # since the generation batch in hand was generated
-        self._beginning = False  # inside `on_generation_begin`
-        self._adopted: ClippingPolicy | None = None  # whose initial bounds are in force, or were
         self._measured: tuple[dict[str, Any], Capture] = ({}, Capture())
         self._shadow_watch = Stopwatch()
         self.clip_statistics: ClipStatistics | None = None
@@ -104,72 +98,13 @@ class FP8GRPOTrainer(ReferencePrecision, WholeCheckpoints, EagerGeneration, GRPO
             self._window.record({"fp8/num_converted_modules": float(len(self.conversion_report.converted))})
         return self.conversion_report
 
-    def _add_policy(self) -> None:
-        if not self._policies() and self.args.use_calibrated_clipping:
-            settings = {name: getattr(self.args, name) for name in checks.POLICY_SETTINGS}
-            self.add_callback(CalibratedClippingCallback(**settings))
-        self._adopt_policies()
-        self.add_callback(SettingsRecord(self.args))
-
-    def _adopt_policies(self) -> None:
-        """Put the bounds a policy starts from in force, also of one that was added later."""
-        for policy in self._policies():
-            if policy is not self._adopted and policy.initial_bounds is not None:
-                self.clip_bounds = policy.initial_bounds
-            self._adopted = policy
-
     def _announce(self) -> None:
         if self.accelerator.is_main_process:
             if self.conversion_report is not None:
                 print(self.conversion_report)  # noqa: T201 - asked for FP8, the user must see what became of it
             print(startup_line(self.args, self.conversion_report, self.clip_bounds, self._policies()))  # noqa: T201
 
-    # -- what a clipping policy may use -------------------------------------------------------------------------------
-
-    def _policies(self) -> list[ClippingPolicy]:
-        return [callback for callback in self.callback_handler.callbacks if isinstance(callback, ClippingPolicy)]
-
-    @property
-    def clip_bounds(self) -> tuple[float, float]:
-        """`(L, H)`: lower and upper clip bound on the importance ratio in force."""
-        return self._clip_bounds
-
-    @clip_bounds.setter
-    def clip_bounds(self, bounds: tuple[float, float]) -> None:
-        lower, upper = map(float, bounds)
-        checks.check_bounds(lower, upper, self.args.delta)
-        self._clip_bounds = (lower, upper)
-        self.epsilon_low, self.epsilon_high = 1 - lower, upper - 1
-
-    def collect_clip_statistics(self, lower_points: list[float], upper_points: list[float], shadow: bool) -> None:
-        """Collect [`~trl_fp8.clipping.ClipStatistics`] over the generation batch that begins.
-
-        Args:
-            lower_points, upper_points: ascending points to count at, both sides.
-            shadow: whether to score the batch in BF16 as well (the reference side of the statistics).
-
-        Raises:
-            RuntimeError: outside `on_generation_begin`, where part of a batch would be missed.
-            ValueError: a shadow pass is asked for where every ratio is 1 by construction.
-        """
-        checks.check_collection(self.args, self._beginning, shadow)
-        self._collected = ClipStatistics(lower_points, upper_points, delta=self.args.delta)
-        self._collect_shadow = shadow
-
-    def record_metrics(self, metrics: Mapping[str, Metric]) -> None:
-        """Log metrics with the next log, see [`~trl_fp8.metrics.MetricWindow`] for numbers and pairs."""
-        self._window.record(metrics, self.accelerator.device)
-
     # -- overrides: add, then call the parent -------------------------------------------------------------------------
-
-    def _load_callback_state(self) -> None:
-        ours = [c for c in self.callback_handler.callbacks if isinstance(c, (ClippingPolicy, SettingsRecord))]
-        super()._load_callback_state()
-        # HF put callbacks built from the checkpoint's arguments in place of those this run was given; ours restore
-        # their own state in `on_train_begin`
-        for callback in ours:
-            self.callback_handler.remove_callback(type(callback))
-            self.callback_handler.add_callback(callback)
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         with checks.naming_reward_functions(self.reward_func_names):

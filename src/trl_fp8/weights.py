@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _upstream
+from . import _upstream_vllm
 from .canary import Canary
 from .config import FP8GRPOConfig
 from .float8 import ConversionReport
 
 
-class SyncedEngine(_upstream.VLLMGeneration):
+class SyncedEngine(_upstream_vllm.VLLMGeneration):
     """TRL's vLLM with a weight sync that re-quantises; how weights get to the engine is what its subclasses know.
 
     Args:
@@ -117,7 +117,7 @@ class SyncedEngine(_upstream.VLLMGeneration):
     def _unmerged(self) -> Iterator[bool]:
         """Whether adapters have to be merged into copies here; sharded parameters are merged by TRL, in place."""
         adapters = hasattr(self.model, "merge_adapter") and not self._dist.is_fsdp
-        with _upstream.without_merging(self.model) if adapters else contextlib.nullcontext():
+        with _upstream_vllm.without_merging(self.model) if adapters else contextlib.nullcontext():
             yield adapters
 
     def _walk(self) -> Iterator[tuple[str, Tensor]]:
@@ -131,7 +131,7 @@ class SyncedEngine(_upstream.VLLMGeneration):
             merged = None
             for name, parameter in self._iter_named_params():
                 if adapters and merged is None:  # ZeRO-3 has gathered every parameter now, and none before
-                    merged = _upstream.merged_parameters(self.model)
+                    merged = _upstream_vllm.merged_parameters(self.model)
                 if name not in self._stream_metadata:
                     raise ValueError(
                         f"The weight sync meets {name}, which the first one had not. Change the modules of the policy "
