@@ -67,8 +67,8 @@ ALLOWED = {
     "report": ({"callbacks", "config", "float8"}, set()),
     "trainer": (set(MODULES), {"torch", "trl", "transformers", "accelerate"}),
 }
-# Outside the two `_upstream` modules, libraries are used by the names their root exports. The exceptions are what the library's own
-# documentation tells users to import from a submodule.
+# Outside the two `_upstream` modules, libraries are used by the names their root exports. The exceptions are what the
+# library's own documentation tells users to import from a submodule.
 DOCUMENTED = {
     "transformers.trainer_callback": {"ExportableState"},
     "torchao.float8": {"convert_to_float8_training", "precompute_float8_dynamic_scale_for_fsdp"},
