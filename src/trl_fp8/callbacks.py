@@ -142,7 +142,8 @@ class CalibratedClippingCallback(ClippingPolicy, ExportableState):
 
     def on_train_begin(self, args, state, control, **kwargs):
         name, all_saved = type(self).__name__, cast(dict[str, Any], state.stateful_callbacks)
-        if state.global_step > 0 and name not in all_saved:
+        restored = state.global_step > 0 and name in all_saved
+        if state.global_step > 0 and not restored:
             logger.warning(
                 f"The checkpoint holds no state of {name}: the clip bounds start at [{self.clip_lower}, "
                 f"{self.clip_upper}] and generation batches are counted from {self.num_completed_generation_batches}."
@@ -155,7 +156,7 @@ class CalibratedClippingCallback(ClippingPolicy, ExportableState):
         if state.global_step > 0:
             # A trainer resumed in the process that was interrupted first trains on what is left of its old batch
             self._begun = None
-            if state.is_world_process_zero:
+            if restored and state.is_world_process_zero:
                 print(  # noqa: T201 - the start-up line said where a fresh run would begin
                     f"{name}: resumed with clip bounds [{self.clip_lower:.4g}, {self.clip_upper:.4g}] after "
                     f"{self.num_completed_generation_batches} generation batches."

@@ -136,7 +136,7 @@ def check_policies(trainer: "FP8GRPOTrainer") -> None:
     ignored = [name for name, value in given.items() if value not in (defaults[name], own.get(name))]
     if ignored:
         logger.warning(
-            f"{', '.join(ignored)} of FP8GRPOConfig have no effect: the clipping policy passed in callbacks "
+            f"No effect of {', '.join(ignored)} in FP8GRPOConfig: the clipping policy passed in callbacks "
             f"({type(policies[0]).__name__}) has its own settings."
         )
 

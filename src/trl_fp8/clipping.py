@@ -271,6 +271,11 @@ def calibrate_bounds(
     for name, (lower, upper) in (("bounds", bounds), ("ref_bounds", ref_bounds)):
         if not 0 < lower < 1 < upper < math.inf:
             raise ValueError(f"{name}=({lower}, {upper}) do not enclose the ratio 1. Pass 0 < lower < 1 < upper.")
+    for name, values in (("ratio", ratio), ("ref_ratio", ref_ratio)):
+        if bool(((values < 0) & mask.bool()).any()):
+            raise ValueError(
+                f"{name} holds negative numbers, and a ratio of probabilities is none. Pass exp(log-ratio)."
+            )
     if rebalance_with is not None:
         search = ClipSearch(**{**vars(search), "rebalance_with": rebalance_with})
     statistics = ClipStatistics(

@@ -34,4 +34,17 @@ def startup_line(
     parts += [policy.announcement(args) for policy in policies]
     if args._default_steps_per_generation:
         parts.append(f"steps_per_generation={args.steps_per_generation} (default 4 * gradient_accumulation_steps)")
+    elif args.fp8_recipe != "none" and args.ratios_are_one:
+        parts.append(
+            f"steps_per_generation={args.steps_per_generation}: one update per generation batch, so every ratio is 1 "
+            "(with calibration the default is four)"
+        )
+    if args.save_strategy == "steps" and args.save_steps * args.gradient_accumulation_steps % (
+        args.micro_batches_per_generation
+    ):
+        parts.append(
+            f"save_steps={args.save_steps:g} is no multiple of the "
+            f"{args.micro_batches_per_generation / args.gradient_accumulation_steps:g} optimizer steps per generation "
+            "batch, so some resumes generate a batch again"
+        )
     return "FP8 GRPO: " + "; ".join(parts)
