@@ -49,7 +49,7 @@ OWN = {
     },
 }
 REFUSED = {("zero3", "compiled"), ("zero3", "compiled-checkpointed")}  # tests/test_compiling.py
-FAST = {"fsdp2": ("none-full", "rowwise-full", "rowwise-lora", "whole", "resumed"), "zero3": ("rowwise-full",)}
+FAST = {"fsdp2": ("rowwise-full", "whole", "resumed"), "zero3": ("rowwise-full",)}
 
 
 def launch(strategy, requests, folder):
@@ -78,7 +78,7 @@ def runs(tmp_path_factory):
         fast = strategy == "one" or name in FAST.get(strategy, ())
         if (strategy, fast) not in done:
             if strategy == "one":
-                names = list(FIXED) if name not in ("none-full", "rowwise-full", "rowwise-lora") else FAST["fsdp2"][:3]
+                names = ["rowwise-full"] if name == "rowwise-full" else [n for n in FIXED if n != "rowwise-full"]
                 key = ("one", len(names))
                 if key not in done:
                     folder = tmp_path_factory.mktemp("one")
