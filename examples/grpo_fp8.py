@@ -19,6 +19,7 @@ import argparse
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from trl import (
     get_peft_config,
     get_quantization_config,
 )
+from trl.models import unwrap_model_for_generation
 
 from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer
 
@@ -207,8 +209,8 @@ def main(
         if task.held_out is None:
             return None
         # On every rank, because a sharded model needs all of them to generate
-        with torch.autocast(args.device.type, dtype=torch.bfloat16, enabled=args.bf16):
-            return held_out_reward(trainer.model, trainer.processing_class, task.held_out, args.max_completion_length)
+        with torch.autocast(args.device.type, dtype=torch.bfloat16, enabled=args.bf16), whole_model(trainer) as model:
+            return held_out_reward(model, trainer.processing_class, task.held_out, args.max_completion_length)
 
     before = measure()
     if task.is_embedded and not args.disable_tqdm:
@@ -228,6 +230,14 @@ def main(
         say(f"Model pushed to https://huggingface.co/{trainer.hub_model_id}")
     if Version(transformers.__version__) >= Version("5.18.0"):
         trainer.end()  # trackers and the process group; older versions do it by themselves
+
+
+def whole_model(trainer: FP8GRPOTrainer) -> AbstractContextManager:
+    """Context that enters with a model that can generate. Only DeepSpeed ZeRO-3 has to gather its weights for it."""
+    plugin = trainer.accelerator.state.deepspeed_plugin
+    if plugin is None or plugin.zero_stage != 3:
+        return nullcontext(trainer.model)
+    return unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator)
 
 
 def report(trainer: FP8GRPOTrainer, before: float | None, after: float | None, say: Callable) -> None:

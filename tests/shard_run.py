@@ -79,7 +79,9 @@ def run(folder: Path, request: dict) -> dict:
         if "RANK" not in os.environ:
             settings["per_device_train_batch_size"] *= WORLD
     model = build_moe() if request.get("moe") else build_model()
-    if settings.get("beta"):  # TRL loads the reference from where the policy came from
+    if request.get("path"):  # loaded by TRL, in pieces from the start under ZeRO-3
+        model = str(base_folder(folder))
+    elif settings.get("beta"):  # TRL loads the reference from where the policy came from
         model.config._name_or_path = str(base_folder(folder))
     trainer = build_trainer(folder / request.get("folder", request["name"]), model=model, trainer=extra, **settings)
     bounds = []
@@ -92,6 +94,7 @@ def run(folder: Path, request: dict) -> dict:
     return {
         "bounds": bounds,
         "reference": sum(isinstance(m, SwitchableLinear) for m in reference) if reference else 0,
+        "kept": trainer.conversion_report.kept if trainer.conversion_report else {},
         "report": str(trainer.conversion_report),
         "log": trainer.state.log_history,
         "type": str(trainer.accelerator.distributed_type),
@@ -99,7 +102,10 @@ def run(folder: Path, request: dict) -> dict:
 
 
 def main(folder: Path, requests: list[dict]) -> None:
-    build_model().save_pretrained(base_folder(folder))  # before there is a world, in which only rank 0 writes
+    # A head whose shape FP8 kernels would take
+    build_model(vocab_size=32, tie_word_embeddings=False).save_pretrained(
+        base_folder(folder)
+    )  # before there is a world, in which only rank 0 writes
     shuffle, results = grpo_trainer.shuffle_sequence_dict, {}
     for request in requests:
         # Graphs are traced and differentiated as ever, and not turned into C++, which takes minutes

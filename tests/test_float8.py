@@ -418,3 +418,15 @@ def test_saved_weights_are_plain_and_load_without_this_package(recipe, tiny_mode
     assert not any(isinstance(module, SwitchableLinear) for module in loaded.modules())
     assert {type(p) for p in loaded.parameters()} == {nn.Parameter}
     assert all(torch.equal(loaded.state_dict()[name], value) for name, value in expected.items())
+
+
+def test_a_model_in_pieces_of_zero3_is_converted_as_the_whole_one():
+    """DeepSpeed leaves an empty tensor in the place of a parameter, with the shape of the whole beside it."""
+    model = build_model(vocab_size=32, tie_word_embeddings=False)
+    whole = convert_model(build_model(vocab_size=32, tie_word_embeddings=False), "rowwise")
+    for parameter in model.parameters():
+        parameter.ds_shape = parameter.shape
+        parameter.data = torch.empty(0)
+    report = convert_model(model, "rowwise")
+    assert report.kept == whole.kept == {"lm_head": "output embedding"}
+    assert report.converted == whole.converted

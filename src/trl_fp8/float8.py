@@ -17,6 +17,7 @@ Emulation casts to FP8 with the same scales and multiplies the dequantised value
 
 import dataclasses
 import fnmatch
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -159,7 +160,9 @@ def convert_model(
         emulated=emulate,
         converted=converted,
         kept=reasons,
-        num_fused_expert_parameters=sum(p.numel() for n, p in model.named_parameters() if _is_fused_expert(n, p)),
+        num_fused_expert_parameters=sum(
+            math.prod(_shape(p)) for n, p in model.named_parameters() if _is_fused_expert(n, p)
+        ),
     )
 
 
@@ -266,7 +269,7 @@ def _embedding_parameters(model: nn.Module) -> set[int]:
         module = getattr(model, getter, lambda: None)()
         if module is not None:
             modules.append(module)
-    return {id(p) for module in modules for p in module.parameters() if p.dim() == 2}
+    return {id(p) for module in modules for p in module.parameters() if len(_shape(p)) == 2}
 
 
 def _outside_language_model(model: nn.Module) -> set[int]:
@@ -280,4 +283,9 @@ def _outside_language_model(model: nn.Module) -> set[int]:
 
 
 def _is_fused_expert(name: str, parameter: Tensor) -> bool:
-    return parameter.dim() == 3 and "expert" in name
+    return len(_shape(parameter)) == 3 and "expert" in name
+
+
+def _shape(parameter: Tensor) -> Sequence[int]:
+    """Shape of the whole parameter: a model loaded under DeepSpeed ZeRO-3 is in pieces, and each looks empty."""
+    return getattr(parameter, "ds_shape", parameter.shape)
