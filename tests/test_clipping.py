@@ -887,3 +887,11 @@ def test_a_token_the_sampler_gave_no_probability_is_truncated_or_dropped():
 def test_an_unknown_mode_names_the_ones_there_are():
     with pytest.raises(ValueError, match="mode='token' .* Use 'token_truncate', 'token_mask', 'sequence_truncate' or"):
         importance_weight(OLD, SAMPLER, torch.ones(1, 4), mode="token")
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_log_ratios_in_the_place_of_ratios_are_refused(side):
+    ratios = [torch.ones(2, 3), torch.ones(2, 3)]
+    ratios[side][0, 0] = -0.1
+    with pytest.raises(ValueError, match="holds negative numbers.*Pass exp"):
+        calibrate_bounds(*ratios, torch.tensor([1.0, -1.0]), torch.ones(2, 3))

@@ -125,7 +125,7 @@ def test_two_saves_in_one_run_each_hold_the_state_of_their_step(tmp_path):
     assert saved[3]["clip_lower"] == policy_of(trainer).clip_lower
 
 
-def test_a_checkpoint_without_the_callback_resumes_and_saves_again(tmp_path, caplog):
+def test_a_checkpoint_without_the_callback_resumes_and_saves_again(tmp_path, caplog, capsys):
     resumed = stop_and_resume(
         tmp_path,
         8,
@@ -134,6 +134,7 @@ def test_a_checkpoint_without_the_callback_resumes_and_saves_again(tmp_path, cap
         steps_per_generation=4,
     )
     assert "The checkpoint holds no state of CalibratedClippingCallback" in caplog.text
+    assert "resumed with clip bounds" not in capsys.readouterr().out
     assert policy_of(resumed).num_completed_generation_batches == 4
     state = json.loads((tmp_path / "run" / "checkpoint-24" / "trainer_state.json").read_text())
     assert state["stateful_callbacks"]["CalibratedClippingCallback"] == policy_of(resumed).state()

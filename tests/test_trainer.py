@@ -873,3 +873,21 @@ def test_losses_that_do_not_read_both_bounds_log_no_clip_metrics(settings, tmp_p
 def test_settings_of_the_default_policy_are_not_called_ignored(tmp_path, caplog):
     build_trainer(tmp_path, **{**CALIBRATED, "clip_lower_init": 0.7}).train()
     assert "No effect of" not in caplog.text
+
+
+@pytest.mark.parametrize("mode", ["colocate", "server"])
+def test_vllm_that_is_missing_is_named_at_once(mode, tmp_path, monkeypatch):
+    monkeypatch.setattr("trl.generation.vllm_generation.is_vllm_available", lambda *a, **k: False)
+    with pytest.raises(ImportError, match="use_vllm=True, and vLLM is not installed here.*Install"):
+        build_trainer(tmp_path, use_vllm=True, vllm_mode=mode, steps_per_generation=4)
+
+
+def test_the_start_up_line_names_what_makes_a_run_do_less_than_it_seems(tmp_path, capsys):
+    build_trainer(tmp_path, use_calibrated_clipping=False)
+    assert "steps_per_generation=1: one update per generation batch, so every ratio is 1" in capsys.readouterr().out
+    build_trainer(tmp_path, save_strategy="steps", save_steps=3)
+    assert "save_steps=3 is no multiple of the 4 optimizer steps per generation batch" in capsys.readouterr().out
+    build_trainer(tmp_path, save_strategy="steps", save_steps=8)
+    out = capsys.readouterr().out
+    assert "save_steps" not in out
+    assert "every ratio is 1" not in out

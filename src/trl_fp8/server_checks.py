@@ -6,6 +6,7 @@ configuration at `/server_info`, which it serves with `VLLM_SERVER_DEV_MODE=1` o
 """
 
 import json
+import logging
 import re
 import shlex
 import time
@@ -21,6 +22,8 @@ from .config import FP8GRPOConfig
 from .float8 import ConversionReport
 from .parity import engine_name, ignored_by_engine
 
+
+logger = logging.getLogger(__name__)
 
 # Seconds for one answer. The first `/server_info` of a server takes long: it collects versions of the whole system
 _ANSWER_TIMEOUT = 120.0
@@ -103,6 +106,7 @@ def ask(args: FP8GRPOConfig) -> dict[str, Any]:
 
 def _wait(url: str, args: FP8GRPOConfig) -> None:
     deadline = time.monotonic() + args.vllm_server_timeout
+    told = False
     while True:
         try:
             _get(f"{url}/health", min(_ANSWER_TIMEOUT, max(1.0, deadline - time.monotonic())))
@@ -115,6 +119,9 @@ def _wait(url: str, args: FP8GRPOConfig) -> None:
                     f"{args.vllm_server_timeout:g} s ({error}): nothing could generate. Start it first, with "
                     f"{serve_command(args)}, or correct vllm_server_base_url or vllm_server_host and vllm_server_port."
                 ) from error
+            if not told:
+                logger.warning(f"Waiting for a vLLM server at {url}, up to {args.vllm_server_timeout:g} s.")
+                told = True
             time.sleep(min(_RETRY_INTERVAL, remaining))
 
 
