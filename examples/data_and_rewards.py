@@ -10,6 +10,7 @@ from typing import Any
 
 from accelerate import PartialState
 from datasets import DatasetDict, IterableDatasetDict, load_dataset, load_from_disk
+from datasets.exceptions import DatasetGenerationError
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, get_dataset
 from trl.rewards import accuracy_reward, get_soft_overlong_punishment, reasoning_accuracy_reward, think_format_reward
 
@@ -127,7 +128,13 @@ def load(script_args: FP8ScriptArguments) -> DatasetDict | IterableDatasetDict:
                 f"dataset_name={name!r} is a file of a kind that is not read here. Use .json, .jsonl, .csv or "
                 ".parquet, or a folder written by `datasets`."
             )
-        return load_dataset(builder, data_files={script_args.dataset_train_split: str(path)}, streaming=streaming)
+        try:
+            return load_dataset(builder, data_files={script_args.dataset_train_split: str(path)}, streaming=streaming)
+        except (StopIteration, DatasetGenerationError) as error:
+            raise ValueError(
+                f"dataset_name={name!r} cannot be read as {builder} ({error.__cause__ or error or 'no row'}). Check "
+                "the file; .jsonl has one JSON object per line."
+            ) from error
     if not path.exists() and (path.suffix in FILE_KINDS or name.startswith((".", "/", "~"))):
         raise ValueError(
             f"dataset_name={name!r} looks like a file or folder, and there is none at {path.absolute()}. Check the "
@@ -152,6 +159,11 @@ def prepare(splits: Any, script_args: FP8ScriptArguments, args: FP8GRPOConfig) -
                 "the right one."
             )
     is_text = isinstance(row[prompt_column], str)
+    if not is_text and not isinstance(row[prompt_column], list):
+        raise ValueError(
+            f"prompt_column={prompt_column!r} holds {row[prompt_column]!r} in the first row, which is neither a text "
+            "nor a conversation. Name the column of the prompts."
+        )
     as_conversation = is_text and (system_prompt or needs_conversations(script_args, row, solution_column))
     if prompt_column == "prompt" and solution_column is None and not as_conversation and not system_prompt:
         return splits
@@ -219,8 +231,11 @@ def import_dotted(path: str) -> Callable:
     module, name = path.rsplit(".", 1)
     sys.path.insert(0, os.getcwd())  # as TRL's script: `my_rewards.py` beside the user counts
     try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
+        function = getattr(importlib.import_module(module), name)
+        if not callable(function):
+            raise AttributeError(f"{name} is a {type(function).__name__} and no function")
+        return function
+    except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
             f"reward_funcs names {path!r}, which cannot be imported ({error}). Give the path of a function as Python "
             "would import it from here, such as my_rewards.exact_match."

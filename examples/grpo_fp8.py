@@ -260,6 +260,6 @@ def report(trainer: FP8GRPOTrainer, before: float | None, after: float | None, s
 if __name__ == "__main__":
     try:
         arguments = parse(sys.argv[1:])
-    except ValueError as error:
+    except (ValueError, TypeError, OSError, yaml.YAMLError) as error:
         sys.exit(f"grpo_fp8.py: {error}")
     main(*arguments)

@@ -9,17 +9,21 @@
 #     pip download --no-deps --only-binary=:all: -d FOLDER trl==1.16.0 torchao==0.18.0 datasets \
 #         pyarrow dill multiprocess xxhash    # the second line where the machine lacks them too
 set -euo pipefail
+here=$PWD
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 arguments=()
 while [ $# -gt 0 ]; do
   case "$1" in
     --wheels)
-      [ -d "${2:-}" ] || { echo "--wheels ${2:-}: no such folder. Name the folder that holds the wheels." >&2; exit 2; }
+      wheels=$(cd "$here" && cd "${2:-/no folder named}" 2>/dev/null && pwd) || {
+        echo "--wheels ${2:-}: no such folder. Name the folder that holds the wheels." >&2; exit 2; }
+      compgen -G "$wheels/*.whl" >/dev/null || {
+        echo "--wheels $2: no wheel in it. Fill it as the head of this script says." >&2; exit 2; }
       folder=$(mktemp -d)
       trap 'rm -rf "$folder"' EXIT
       site="$folder/site-packages"  # dill pickles modules from folders of any other name by value, and fails
-      "$python" -m pip install -q --no-index --no-deps --no-compile --target "$site" "$2"/*.whl
+      "$python" -m pip install -q --no-index --no-deps --no-compile --target "$site" "$wheels"/*.whl
       export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}"
       shift 2 ;;
     *) arguments+=("$1"); shift ;;

@@ -44,3 +44,17 @@ def test_the_faster_matmul_equals_torchaos_own(recipe, tokens, monkeypatch):
     monkeypatch.setitem(_upstream.FLOAT8_OPS_TABLE, mm, emulation._torchao_matmul)
     assert all(torch.equal(a, b) for a, b in zip(ours, run(), strict=True))
     assert not calls
+
+
+# dynamo instantiates the autograd functions it traces into
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise"])
+def test_an_emulated_layer_compiles(recipe):
+    # while a graph is traced there are no values to look up
+    torch.manual_seed(0)
+    layer, x = layer_factory(recipe, "none", True)(nn.Linear(64, 48)), torch.randn(4, 64)
+    expected = layer(x)
+    output = torch.compile(layer, backend="aot_eager")(x)
+    output.sum().backward()
+    assert torch.equal(output, expected)
+    assert layer.weight.grad.isfinite().all()

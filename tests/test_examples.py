@@ -228,6 +228,26 @@ def test_a_missing_file_is_not_looked_up_on_the_hub(name, tmp_path, monkeypatch)
         data_and_rewards.load(script_args)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("", "cannot be read as json"), ('{"prompt": "a"\n[', "cannot be read as json"), ('{"prompt": 3}', "holds 3")],
+)
+def test_files_that_hold_no_prompts_are_named(text, message, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(text)
+    script_args, args, *_ = parse(
+        "--model_name_or_path", "m", "--dataset_name", str(path), "--use_cpu", "--reward_funcs", "math.sqrt"
+    )
+    with pytest.raises(ValueError, match=message):
+        data_and_rewards.prepare(data_and_rewards.load(script_args), script_args, args)
+
+
+@pytest.mark.parametrize("name", ["math.pi", ".ok", "math.nothing"])
+def test_reward_names_that_lead_to_no_function(name):
+    with pytest.raises(ValueError, match="cannot be imported"):
+        data_and_rewards.import_dotted(name)
+
+
 def test_saved_data_sets_load(tmp_path):
     Dataset.from_dict({"prompt": ["a"], "x": ["b"]}).save_to_disk(tmp_path / "saved")
     script_args, *_ = parse("--model_name_or_path", "m", "--dataset_name", str(tmp_path / "saved"))

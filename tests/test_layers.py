@@ -59,7 +59,7 @@ ALLOWED = {
     "callbacks": ({"clipping", "resume"}, {"transformers"}),
     "policy_host": (
         {"callbacks", "checks", "clipping", "config", "metrics", "resume"},
-        set(),
+        {"transformers"},
     ),
     "export": ({"blockwise", "float8", "parity"}, {"torch", "safetensors", "transformers"}),
     "reference": ({"config", "float8", "switchable"}, {"torch", "transformers"}),

@@ -4,6 +4,7 @@ import ast
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -70,10 +71,22 @@ def test_plain_numbers_log_the_last_and_flags_the_largest():
     }
 
 
-@pytest.mark.parametrize("value", ["0.5", None, (1.0, "2"), (1.0, 2.0, 3.0), [1.0, 2.0]])
+@pytest.mark.parametrize(
+    "value", ["0.5", None, (1.0, "2"), (1.0, 2.0, 3.0), [1.0, 2.0], torch.ones(3), (torch.ones(3), 1.0)]
+)
 def test_what_is_no_number_is_refused_by_its_name(value):
     with pytest.raises(TypeError, match="Metric 'a/b' is .* Record a number, or a pair"):
         MetricWindow().record({"a/b": value})
+
+
+def test_numbers_of_every_kind_become_plain_floats():
+    window = MetricWindow()
+    one = torch.tensor(1.0, requires_grad=True)
+    window.record({"a/b": one, "a/n": np.int64(3), "a/x_max": torch.tensor(2.0), "a/pair": (one, np.float32(2))})
+    window.reduce(lambda tensor: tensor)
+    logs = window.flush()
+    assert logs == {"a/b": 1.0, "a/n": 3.0, "a/x_max": 2.0, "a/pair": 0.5}
+    assert {type(value) for value in logs.values()} == {float}
 
 
 def test_a_flush_starts_a_new_window():

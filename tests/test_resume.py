@@ -201,6 +201,8 @@ def test_a_subclass_is_saved_and_restored_under_its_own_name(flag, tmp_path, uni
         ({"attributes": {"num_completed_generation_batches": 1.5}}, "num_completed_generation_batches=1.5"),
         ({"attributes": None}, "attributes"),
         ({"args": [1]}, "args"),
+        ({"attributes": {"clip_lower": 1.2}}, "clip_lower=1.2"),
+        ({"attributes": {"clip_upper": 1.0}}, "clip_upper=1.0"),
     ],
 )
 def test_a_damaged_state_is_refused_before_a_step(entry, message, tmp_path):
@@ -229,6 +231,45 @@ def test_resuming_in_another_precision_is_named(flag, tmp_path, caplog):
     state = json.loads((tmp_path / "run" / "checkpoint-24" / "trainer_state.json").read_text())
     assert state["stateful_callbacks"]["SettingsRecord"]["attributes"]["settings"]["fp8_recipe"] == "tensorwise"
     assert resumed.state.global_step == 24
+
+
+def test_bounds_from_before_a_run_without_calibration_are_not_restored(tmp_path, caplog):
+    settings = {**SCHEDULE, "steps_per_generation": 4, "save_steps": 4}
+    for steps, calibrated in ((8, True), (12, False), (16, True)):
+        trainer = build_trainer(tmp_path, **{**settings, "max_steps": steps, "use_calibrated_clipping": calibrated})
+        trainer.train(resume_from_checkpoint=steps > 8 or None)
+    assert "The checkpoint holds no state of CalibratedClippingCallback" in caplog.text
+    assert trainer.clip_bounds == (0.6, 1.8)
+    assert policy_of(trainer).num_completed_generation_batches == 1
+
+
+@pytest.mark.parametrize("entry", [{}, None, [1], {"attributes": {"settings": None}}, {"attributes": {}}])
+def test_a_damaged_record_of_settings_does_not_stop_a_resume(entry, tmp_path):
+    trainer = build_trainer(tmp_path, **{**SCHEDULE, "max_steps": 4})
+    trainer.train()
+    path = tmp_path / "checkpoint-4" / "trainer_state.json"
+    state = json.loads(path.read_text())
+    state["stateful_callbacks"]["SettingsRecord"] = entry
+    path.write_text(json.dumps(state))
+    resumed = build_trainer(tmp_path, **{**SCHEDULE, "max_steps": 5, "save_steps": 5})
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    state = json.loads((tmp_path / "checkpoint-5" / "trainer_state.json").read_text())
+    assert state["stateful_callbacks"]["SettingsRecord"]["attributes"]["settings"]["fp8_recipe"] == "rowwise"
+
+
+def test_a_subclass_may_save_what_it_likes(tmp_path):
+    class Momentum(CalibratedClippingCallback):
+        momentum = -0.1
+
+        def state(self):
+            state = super().state()
+            state["attributes"]["momentum"] = self.momentum
+            return state
+
+    policies = (Momentum(calibration_interval=2), Momentum(calibration_interval=2))
+    policies[0].momentum = -0.2
+    stop_and_resume(tmp_path, 8, policies=policies, max_steps=12)
+    assert policies[1].momentum == -0.2
 
 
 def test_the_state_is_plain_numbers():

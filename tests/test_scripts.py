@@ -37,3 +37,9 @@ def test_gpu_check_says_what_is_missing():
     done = run("--wheels", "/nowhere")
     assert done.returncode == 2
     assert "no such folder" in done.stderr
+
+
+def test_gpu_check_names_a_folder_without_wheels(tmp_path):
+    done = run("--wheels", str(tmp_path))
+    assert done.returncode == 2
+    assert "no wheel in it" in done.stderr

@@ -1,11 +1,13 @@
 """The trainer at work: real GRPO steps, what is measured, how often the shadow runs, and what is refused."""
 
+import json
 import math
 
 import pytest
 import torch
 from conftest import RECIPES, VOCABULARY, build_dataset, build_model, build_tokenizer, build_trainer, digits_reward
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
+from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 import trl_fp8.kernels as kernels_module
@@ -699,10 +701,83 @@ def test_a_train_set_without_prompts_is_refused(streaming, tmp_path):
         build_trainer(tmp_path, trainer={"train_dataset": dataset}, max_steps=1)
 
 
-def test_an_empty_stream_is_refused(tmp_path):
-    dataset = build_dataset().to_iterable_dataset().filter(lambda row: False)
-    with pytest.raises(ValueError, match="yields no row.*Check its source"):
-        build_trainer(tmp_path, trainer={"train_dataset": dataset}, max_steps=1)
+def test_columns_are_checked_without_reading_a_row(tmp_path):
+    def explode(rows):
+        raise AssertionError("a row was read")
+
+    transformed = build_dataset().rename_column("prompt", "x").with_transform(explode)  # may well yield prompts
+    build_trainer(tmp_path, trainer={"train_dataset": transformed})
+    stream = IterableDataset.from_generator(explode, gen_kwargs={"rows": [0]})
+    build_trainer(tmp_path, trainer={"train_dataset": stream}, max_steps=1)
+
+
+def test_reward_functions_that_cannot_be_called_are_told_so(tmp_path):
+    def forgetful(completions):
+        return [1.0] * len(completions)
+
+    trainer = build_trainer(tmp_path, trainer={"reward_funcs": forgetful})
+    with pytest.raises(ValueError, match=r"\(forgetful\) cannot be called with what TRL passes.*and \*\*kwargs"):
+        trainer.train()
+
+
+def test_off_trains_on_where_no_function_gives_a_reward(tmp_path):
+    settings = {"fp8_recipe": "none", "use_calibrated_clipping": False, "max_steps": 2}
+    trainer = build_trainer(
+        tmp_path, trainer={"reward_funcs": lambda completions, **kwargs: [None] * len(completions)}, **settings
+    )
+    trainer.train()
+    assert trainer.state.global_step == 2
+
+
+class ChangesSettings(TrainerCallback):
+    """Between the begin and the end of the first generation batch."""
+
+    def __init__(self, change):
+        self.change = change
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 2:
+            self.change(args)
+
+
+@pytest.mark.parametrize("what", ["epsilon", "clip_lower", "search", "calibration_interval"])
+def test_a_decision_is_made_with_the_settings_its_batch_began_with(what, tmp_path):
+    policy = CalibratedClippingCallback(calibration_interval=1)
+    changes = {
+        "epsilon": lambda args: setattr(args, "epsilon", 0.15),
+        "clip_lower": lambda args: setattr(policy, "clip_lower", 0.75),
+        "search": lambda args: setattr(policy, "search", ClipSearch(clip_grid_step=0.05)),
+        "calibration_interval": lambda args: setattr(policy, "calibration_interval", 3),
+    }
+    bounds = []
+    for callbacks in ([policy, ChangesSettings(changes[what])], [CalibratedClippingCallback(calibration_interval=1)]):
+        trainer = build_trainer(tmp_path, trainer={"callbacks": callbacks}, max_steps=4)
+        trainer.train()
+        bounds.append(trainer.clip_bounds)
+    assert bounds[0] == bounds[1] != (0.6, 1.8)
+
+
+def test_a_policy_added_in_training_is_saved(tmp_path):
+    added = CalibratedClippingCallback(calibration_interval=1)
+
+    class Adds(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 4:
+                trainer.add_callback(added)
+
+    trainer = build_trainer(
+        tmp_path,
+        trainer={"callbacks": [Adds()]},
+        use_calibrated_clipping=False,
+        steps_per_generation=4,
+        max_steps=8,
+        save_strategy="steps",
+        save_steps=8,
+    )
+    trainer.train()
+    state = json.loads((tmp_path / "checkpoint-8" / "trainer_state.json").read_text())
+    assert state["stateful_callbacks"]["CalibratedClippingCallback"] == added.state()
+    assert added.num_completed_generation_batches == 1
 
 
 def test_metrics_recorded_before_a_last_evaluation_reach_the_log(tmp_path):

@@ -144,6 +144,7 @@ def _column_major(matrix: Tensor) -> Tensor:
     return matrix if matrix.stride(0) == 1 else matrix.t().clone(memory_format=torch.contiguous_format).t()
 
 
+@torch.compiler.allow_in_graph  # dynamo fails inside, with layers that recompute or not
 class _Matmul(torch.autograd.Function):
     """x `(M, K)`, weight `(N, K)` -> x W^T `(M, N)`, in the dtype of x, quantised in plain PyTorch."""
 

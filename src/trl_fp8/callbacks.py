@@ -106,6 +106,8 @@ class CalibratedClippingCallback(ClippingPolicy, ExportableState):
         self.clip_upper = self.clip_upper_init
         self.num_completed_generation_batches = 0
         self._begun: int | None = None  # number of the generation batch in hand
+        # Search, bounds and reference bounds its statistics were asked for, whatever is set meanwhile
+        self._asked: tuple[ClipSearch, tuple[float, float], tuple[float, float]] | None = None
 
     @property
     def initial_bounds(self) -> tuple[float, float]:
@@ -150,9 +152,10 @@ class CalibratedClippingCallback(ClippingPolicy, ExportableState):
             )
         # setdefault: HF updates an entry at each save and fails if the checkpoint it resumed from had none
         saved = all_saved.setdefault(name, self.state())
-        attributes = checked_state(name, saved, self.state())
-        for attribute in self.state()["attributes"]:
-            setattr(self, attribute, attributes[attribute])
+        if restored:
+            checked_state(name, saved)
+            for attribute in self.state()["attributes"]:
+                setattr(self, attribute, saved["attributes"].get(attribute, getattr(self, attribute)))
         if state.global_step > 0:
             # A trainer resumed in the process that was interrupted first trains on what is left of its old batch
             self._begun = None
@@ -195,8 +198,10 @@ class CalibratedClippingCallback(ClippingPolicy, ExportableState):
     def on_generation_begin(self, trainer: "FP8GRPOTrainer") -> None:
         self._begun = self.num_completed_generation_batches + 1
         trainer.clip_bounds = (self.clip_lower, self.clip_upper)
+        self._asked = None
         if self._recalibrates(trainer):
             ref_lower, ref_upper = trainer.args.reference_bounds
+            self._asked = self.search, trainer.clip_bounds, (ref_lower, ref_upper)
             trainer.collect_clip_statistics(
                 self.search.lower_points(self.clip_lower, ref_lower),
                 self.search.upper_points(self.clip_upper, ref_upper),
@@ -207,11 +212,11 @@ class CalibratedClippingCallback(ClippingPolicy, ExportableState):
         if self._begun is None:
             return  # the batch began before this policy was (re)started: its statistics are partial
         self._begun = None
-        if self._recalibrates(trainer):
-            bounds, ref_bounds = (self.clip_lower, self.clip_upper), trainer.args.reference_bounds
+        if self._asked is not None:
+            search, bounds, ref_bounds = self._asked
             assert trainer.clip_statistics is not None  # asked for at the begin of the batch
             numbers = trainer.clip_statistics.numbers()
-            calibration = solve(numbers, self.search, bounds, ref_bounds)
+            calibration = solve(numbers, search, bounds, ref_bounds)
             trainer.record_metrics(_metrics(numbers, calibration, bounds, ref_bounds))
             self.clip_lower, self.clip_upper = calibration.lower, calibration.upper
             trainer.clip_bounds = (self.clip_lower, self.clip_upper)

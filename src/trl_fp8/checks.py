@@ -72,7 +72,7 @@ def check_datasets(trainer: "FP8GRPOTrainer") -> None:
     """Refuse a train set without prompts, or with too few for a generation batch: the run would end before a step."""
     dataset, args = trainer.train_dataset, trainer.args
     if isinstance(dataset, (Dataset, IterableDataset)):
-        _check_rows(dataset)
+        _check_columns(dataset)
     assert args.generation_batch_size  # set by GRPOConfig.__post_init__
     assert args.num_generations
     prompts = args.generation_batch_size // args.num_generations
@@ -85,16 +85,13 @@ def check_datasets(trainer: "FP8GRPOTrainer") -> None:
         )
 
 
-def _check_rows(dataset: Dataset | IterableDataset) -> None:
-    row = next(iter(dataset), None)
-    if row is None and isinstance(dataset, IterableDataset):  # the length of the other kind is checked by the caller
+def _check_columns(dataset: Dataset | IterableDataset) -> None:
+    """By name, without reading a row: that would use up a stream or the random numbers of a transform."""
+    transformed = isinstance(dataset, Dataset) and dataset.format["type"] == "custom"
+    columns = None if transformed else dataset.column_names
+    if columns and "prompt" not in columns:
         raise ValueError(
-            "train_dataset is an IterableDataset that yields no row, so there is nothing to train on. Check its "
-            "source, and filters applied to it."
-        )
-    if row is not None and "prompt" not in row:
-        raise ValueError(
-            f"train_dataset has no column 'prompt' (it has {', '.join(row)}), and a completion needs one to begin "
+            f"train_dataset has no column 'prompt' (it has {', '.join(columns)}), and a completion needs one to begin "
             "with. Rename the column: dataset.rename_column(..., 'prompt')."
         )
 
@@ -222,11 +219,17 @@ def naming_reward_functions(names: list[str]) -> Iterator[None]:
         yield
     except TypeError as error:
         frames = list(traceback.walk_tb(error.__traceback__))
-        if frames[-1][0].f_globals.get("__name__", "").split(".")[0] != "trl":
+        if frames[-1][0].f_globals.get("__name__") != "trl.trainer.grpo_trainer":
             raise  # by the reward function itself
+        functions = f"A reward function ({' or '.join(names)})"
+        if "argument" in str(error):
+            raise ValueError(
+                f"{functions} cannot be called with what TRL passes: prompts, completions, completion_ids, the other "
+                f"columns and more ({error}). Give it the names it reads and **kwargs."
+            ) from error
         raise ValueError(
-            f"A reward function ({' or '.join(names)}) did not return a list with one number or None for each "
-            f"completion ({error}). Return such a list; for a single number, [number] * len(completions)."
+            f"{functions} did not return a list with one number or None for each completion ({error}). Return such a "
+            "list; for a single number, [number] * len(completions)."
         ) from error
 
 

@@ -268,6 +268,7 @@ def calibrate_bounds(
 
     Returns: [`Calibration`], the new bounds and how they came about. Source: arXiv 2609.22870, section 3.
     """
+    bounds, ref_bounds = (float(bounds[0]), float(bounds[1])), (float(ref_bounds[0]), float(ref_bounds[1]))
     for name, (lower, upper) in (("bounds", bounds), ("ref_bounds", ref_bounds)):
         if not 0 < lower < 1 < upper < math.inf:
             raise ValueError(f"{name}=({lower}, {upper}) do not enclose the ratio 1. Pass 0 < lower < 1 < upper.")

@@ -18,7 +18,8 @@ _torchao_matmul = FLOAT8_OPS_TABLE[torch.ops.aten.mm.default]
 
 def decode(quantized: Tensor) -> Tensor:
     """FP8 values as FP32, in the same shape and, for matrices, the same order in memory; equal to `.float()`."""
-    if quantized.device.type != "cpu":
+    # The tensors of a graph that is being traced stand for others and cannot be looked up
+    if quantized.device.type != "cpu" or type(quantized) is not Tensor:
         return quantized.float()
     if quantized.dim() == 2 and not quantized.is_contiguous() and quantized.t().is_contiguous():
         return decode(quantized.t()).t()

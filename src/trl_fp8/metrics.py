@@ -5,6 +5,7 @@ numerator and denominator apart until they are logged, bounds log their last val
 """
 
 from collections.abc import Callable, Mapping
+from numbers import Number
 
 import torch
 from torch import Tensor
@@ -31,19 +32,21 @@ class MetricWindow:
     def record(self, metrics: Mapping[str, Metric], device: torch.device | str = "cpu") -> None:
         """Add metrics of this rank. Pairs must be recorded by every rank, with the same keys in the same step."""
         for key, value in metrics.items():
+            value = value.detach() if isinstance(value, Tensor) else value
             parts = value if isinstance(value, tuple) and len(value) == 2 else (value,)
-            if not all(isinstance(part, (int, float, Tensor)) for part in parts):
+            if not all(isinstance(part, Number) or (isinstance(part, Tensor) and part.dim() == 0) for part in parts):
                 raise TypeError(
                     f"Metric {key!r} is {value!r}, which can be neither averaged nor logged. Record a number, or a "
                     "pair (numerator, denominator) of numbers or scalar tensors."
                 )
             if isinstance(value, tuple):
-                pair = torch.stack([torch.as_tensor(part, dtype=torch.float64, device=device) for part in value])
+                parts = [part.detach() if isinstance(part, Tensor) else part for part in value]
+                pair = torch.stack([torch.as_tensor(part, dtype=torch.float64, device=device) for part in parts])
                 self._pending[key] = self._pending[key] + pair if key in self._pending else pair
             elif key.endswith(_MAXIMUM):
-                self._plain[key] = max(value, self._plain.get(key, value))
+                self._plain[key] = max(float(value), self._plain.get(key, float(value)))
             else:
-                self._plain[key] = value
+                self._plain[key] = float(value)
 
     def reduce(self, all_reduce: Callable[[Tensor], Tensor]) -> None:
         """Sum what is pending over all ranks, in one collective. Called by every rank at the optimizer step."""

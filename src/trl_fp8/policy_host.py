@@ -1,7 +1,9 @@
 """What a clipping policy may use of the trainer, and which policies there are."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
+
+from transformers.trainer_callback import ExportableState
 
 from . import checks
 from .callbacks import CalibratedClippingCallback, ClippingPolicy
@@ -67,13 +69,16 @@ class PolicyHost(_Base):
             settings = {name: getattr(self.args, name) for name in checks.POLICY_SETTINGS}
             self.add_callback(CalibratedClippingCallback(**settings))
         self._adopt_policies()
-        self.add_callback(SettingsRecord(self.args))
+        self.add_callback(SettingsRecord(self.args, lambda: [type(policy).__name__ for policy in self._policies()]))
 
     def _adopt_policies(self) -> None:
         """Put the bounds a policy starts from in force, also of one that was added later."""
         for policy in self._policies():
             if policy is not self._adopted and policy.initial_bounds is not None:
                 self.clip_bounds = policy.initial_bounds
+            if policy is not self._adopted and isinstance(policy, ExportableState):
+                # HF updates the entry at each save, and makes it only before the first step
+                cast(dict, self.state.stateful_callbacks).setdefault(type(policy).__name__, policy.state())
             self._adopted = policy
 
     def _load_callback_state(self) -> None:

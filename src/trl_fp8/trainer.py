@@ -104,12 +104,16 @@ class FP8GRPOTrainer(PolicyHost, ReferencePrecision, WholeCheckpoints, EagerGene
                 print(self.conversion_report)  # noqa: T201 - asked for FP8, the user must see what became of it
             print(startup_line(self.args, self.conversion_report, self.clip_bounds, self._policies()))  # noqa: T201
 
+    def _is_plain_grpo(self) -> bool:
+        """Whether everything of ours is off, and what TRL does holds to the bit."""
+        return self.args.fp8_recipe == self.args.rollout_quantization == "none" and not self._policies()
+
     # -- overrides: add, then call the parent -------------------------------------------------------------------------
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         with checks.naming_reward_functions(self.reward_func_names):
             rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        if self.model.training:
+        if self.model.training and not self._is_plain_grpo():
             checks.check_rewards(rewards, self.reward_func_names)
         return rewards
 
@@ -197,8 +201,7 @@ class FP8GRPOTrainer(PolicyHost, ReferencePrecision, WholeCheckpoints, EagerGene
 
     @torch.no_grad()
     def _finish_rollout(self, output: dict[str, Any]) -> dict[str, Any]:
-        args = self.args
-        if args.fp8_recipe != "none" or args.rollout_quantization != "none" or self._policies():  # else TRL's run
+        if not self._is_plain_grpo():
             drop_unscored(output)
         weighted = "importance_sampling_ratio" in output
         if self.model.training and {"old_per_token_logps", "sampling_per_token_logps"} <= output.keys():
