@@ -40,9 +40,9 @@ class TimedTrainer(FP8GRPOTrainer):
         self.sampling += time.perf_counter() - start
         return output
 
-    def _measure(self, inputs, capture, moved):
+    def _measure(self, *args):
         start = time.perf_counter()
-        super()._measure(inputs, capture, moved)
+        super()._measure(*args)
         self.measuring += time.perf_counter() - start
 
     def _sum_over_ranks(self, tensor):
