@@ -1,6 +1,7 @@
 """FP8GRPOConfig: defaults, what each check refuses through Python, the command line and YAML, and round trips."""
 
 import dataclasses
+import math
 
 import pytest
 from trl import GRPOConfig, TrlParser
@@ -260,3 +261,15 @@ def test_to_dict_round_trip(tmp_path):
     settings = {name: value for name, value in args.to_dict().items() if name in FP8GRPOConfig.__annotations__}
     again = build(tmp_path, **settings)
     assert all(getattr(again, name) == value for name, value in settings.items())
+
+
+@pytest.mark.parametrize("value", [math.nan, -1.0])
+def test_the_lower_bound_of_importance_weights_is_a_positive_number(value, tmp_path):
+    with pytest.raises(ValueError, match=f"vllm_importance_sampling_clip_min={value} .*Set a number"):
+        FP8GRPOConfig(str(tmp_path), use_cpu=True, report_to=[], vllm_importance_sampling_clip_min=value)
+
+
+@pytest.mark.parametrize("value", ["[1]", "3", "null", "not json", {1: 2}])
+def test_engine_arguments_that_are_no_mapping_are_refused(value, tmp_path):
+    with pytest.raises(ValueError, match="vllm_engine_kwargs=.* is no mapping"):
+        FP8GRPOConfig(str(tmp_path), use_cpu=True, report_to=[], use_vllm=True, vllm_engine_kwargs=value)

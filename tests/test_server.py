@@ -5,6 +5,10 @@ The real one is in `test_vllm_server.py`.
 
 import copy
 import json
+import os
+import socket
+import subprocess
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -427,3 +431,45 @@ def test_tied_parameters_are_found_under_every_name():
     sent = list(server.with_aliases(iter([("a.weight", model["a"].weight)]), server.tied_names(model)))
     assert [name for name, _ in sent] == ["a.weight", "b.weight"]
     assert sent[1][1].data_ptr() != sent[0][1].data_ptr()
+
+
+@pytest.mark.parametrize("address", ["foo", "http://127.0.0.1:abc"])
+def test_an_address_that_is_none_is_refused_at_once(address, tmp_path):
+    args = FP8GRPOConfig(
+        str(tmp_path), use_cpu=True, report_to=[], use_vllm=True, vllm_mode="server", vllm_server_base_url=address
+    )
+    with pytest.raises(ValueError, match="which is none.*Set vllm_server_base_url"):
+        server_checks.ask(args)
+
+
+def test_what_does_not_speak_http_is_no_server(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+
+        def answer():
+            connection, _ = listening.accept()
+            connection.sendall(b"SSH-2.0-OpenSSH\r\n")
+            connection.close()
+
+        threading.Thread(target=answer, daemon=True).start()
+        args = FP8GRPOConfig(
+            str(tmp_path),
+            use_cpu=True,
+            report_to=[],
+            use_vllm=True,
+            vllm_mode="server",
+            vllm_server_port=port,
+            vllm_server_timeout=0.1,
+        )
+        with pytest.raises(ConnectionError, match="with no vLLM server at"):
+            server_checks.ask(args)
+
+
+def test_weights_a_killed_run_has_left_are_swept(tmp_path):
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    for pid in (dead.pid, os.getpid()):
+        (tmp_path / f"rollout-weights-{pid}-x").mkdir()
+    (tmp_path / "rollout-weights-mine").mkdir()
+    server.sweep(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [f"rollout-weights-{os.getpid()}-x", "rollout-weights-mine"]

@@ -418,6 +418,16 @@ def test_off_keeps_trls_weight_of_an_unscored_token(tmp_path, monkeypatch):
     assert (batch["importance_sampling_ratio"][unscored] == 1).all()
 
 
+def test_vespo_which_multiplies_the_weights_of_a_response_keeps_trls(tmp_path, fake_engine):
+    settings = {"loss_type": "vespo", "use_calibrated_clipping": False, "steps_per_generation": 4}
+    trainer = build_trainer(tmp_path, **VLLM, **settings)
+    trainer.model.train()
+    batch = trainer._generate_and_score_completions([{"prompt": "1+1="}] * 8)
+    unscored = batch["sampling_per_token_logps"].isnan()
+    assert unscored.any()
+    assert (batch["importance_sampling_ratio"].expand(unscored.shape)[unscored] == 1).all()
+
+
 def test_the_mismatch_of_a_generation_batch_is_logged(tmp_path, fake_engine, caplog):
     trainer = build_trainer(tmp_path, **VLLM, **CALIBRATED)
     trainer.train()

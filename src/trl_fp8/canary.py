@@ -4,15 +4,20 @@ A sync that loaded the wrong weights, or a layer twice, or none, raises no error
 once. What is normal depends on model and precision, so the difference of the first sync is the floor.
 """
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 
+logger = logging.getLogger(__name__)
+
 NUM_TOKENS = 32
 # Below this a difference is BF16 rounding, however small the first one was (nats)
 SMALLEST_FLOOR = 0.02
+# Twice the mismatch of the worst pair in `pairing.py` (nats)
+LARGEST_FLOOR = 0.5
 
 
 def plain_tokens(tokenizer: Any, num_tokens: int) -> list[int]:
@@ -70,6 +75,12 @@ class Canary:
         difference = self.difference(model, score, accelerator)
         if self.floor is None:
             self.floor = max(difference, SMALLEST_FLOOR)
+            if difference > LARGEST_FLOOR:
+                logger.warning(
+                    f"At the first weight sync trainer and engine differ by {difference:.3g} nats a token on a fixed "
+                    f"prompt, where FP8 makes less than {LARGEST_FLOOR:g}: the engine may run another model than the "
+                    "policy (another checkpoint, configuration or head). Compare with vllm_quantization='none'."
+                )
         limit = self.max_jump * self.floor
         if not difference <= limit or difference == float("inf"):
             raise RuntimeError(

@@ -40,6 +40,8 @@ ENGINE_OWNERS = {
     "seed": "Ranks of one tensor-parallel group share a seed; drop it, and use the trainer's seed",
     "logprobs_mode": "Importance weights need 'processed_logprobs'; drop it",
     "quantization": "Use vllm_quantization",
+    "dtype": "The engine computes in the trainer's type; use bf16 or fp16",
+    "hf_overrides": "The engine's model would be another one than the policy; change the policy's configuration",
     "kv_cache_dtype": "Use vllm_kv_cache_dtype",
 }
 # Losses in which L bounds A < 0 tokens and H bounds A > 0 tokens
@@ -127,6 +129,12 @@ def check_rollout(args: "FP8GRPOConfig") -> None:
                 )
     else:
         _check_engine(args)
+    least = args.vllm_importance_sampling_clip_min
+    if least is not None and not (math.isfinite(least) and least >= 0):
+        raise ValueError(
+            f"vllm_importance_sampling_clip_min={least} bounds importance weights, which are positive, and would make "
+            "them NaN or do nothing. Set a number >= 0, or None for no bound."
+        )
     truncated = {"top_p": args.top_p < 1, "top_k": args.top_k > 0, "min_p": bool(args.min_p)}
     if args.use_vllm and args.vllm_importance_sampling_correction and any(truncated.values()):
         names = [name for name, on in truncated.items() if on]
@@ -152,7 +160,11 @@ def _check_engine(args: "FP8GRPOConfig") -> None:
             "starts from the policy's own, which is not. Use 'fp8_per_channel', which quantises while it loads."
         )
     kwargs = args.vllm_engine_kwargs or {}
-    assert isinstance(kwargs, dict)  # HF has parsed the JSON of the command line
+    if not isinstance(kwargs, dict) or not all(isinstance(name, str) for name in kwargs):
+        raise ValueError(
+            f"vllm_engine_kwargs={args.vllm_engine_kwargs!r} is no mapping from argument names to values. Pass a "
+            "dict, or on the command line a JSON object such as '{\"enforce_eager\": true}'."
+        )
     for name, value in kwargs.items():
         if name in ENGINE_OWNERS:
             raise ValueError(

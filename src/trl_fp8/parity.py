@@ -60,6 +60,25 @@ def engine_layers(model: nn.Module) -> dict[str, str | None]:
     return layers
 
 
+# Two models whose configurations agree in these take each other's weights and compute the same
+ARCHITECTURE = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "attention_bias",
+    "rms_norm_eps",
+    "rope_parameters",
+    "sliding_window",
+    "tie_word_embeddings",
+)
+
+
 @dataclass(frozen=True)
 class LayerParity:
     """The comparison; each row is `(layer of the engine, format in the trainer, method of the engine)`.

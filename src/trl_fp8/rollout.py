@@ -158,7 +158,7 @@ def check_source(model: Any, trust_remote_code: bool) -> None:
             f"{error}. {advice}"
         ) from error
     saved, current = config.get_text_config(), model.config.get_text_config()
-    for name in ("vocab_size", "hidden_size", "num_hidden_layers", "tie_word_embeddings"):
+    for name in parity.ARCHITECTURE:
         values = getattr(saved, name, None), getattr(current, name, None)
         if values[0] != values[1]:
             raise ValueError(

@@ -15,6 +15,8 @@ bracket). That is how this module is tested on a CPU; server and trainer must se
 """
 
 import contextlib
+import os
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -34,6 +36,7 @@ from .weights import SyncedEngine
 
 # Bytes a trainer without CUDA holds a second time while it writes the weights
 _SHARD_BYTES = 2**30
+_FOLDER_PREFIX = "rollout-weights-"
 
 
 class ServerEngine(SyncedEngine):
@@ -144,7 +147,8 @@ class CheckpointClient(_upstream_vllm.VLLMClient):
             RuntimeError: the server cannot load them.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="rollout-weights-", dir=self._folder) as path:
+        sweep(self._folder)
+        with tempfile.TemporaryDirectory(prefix=f"{_FOLDER_PREFIX}{os.getpid()}-", dir=self._folder) as path:
             write_shards(path, named_params, _SHARD_BYTES)
             request = {"method": "reload_weights", "kwargs": {"weights_path": path}}
             try:
@@ -158,6 +162,14 @@ class CheckpointClient(_upstream_vllm.VLLMClient):
                 "Without CUDA they travel through output_dir: put it on a file system that trainer and server both "
                 "see under this path, and look at the server's log."
             )
+
+
+def sweep(folder: Path) -> None:
+    """Delete the weights that killed runs on this machine have left in `folder`."""
+    for left in folder.glob(f"{_FOLDER_PREFIX}*-*"):
+        pid = left.name.removeprefix(_FOLDER_PREFIX).split("-")[0]
+        if pid.isdigit() and not Path("/proc", pid).exists() and Path("/proc").is_dir():
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def tied_names(model: nn.Module) -> dict[str, list[str]]:

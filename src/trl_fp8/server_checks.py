@@ -5,6 +5,7 @@ trainer takes for granted it still answers, and the importance weights are about
 configuration at `/server_info`, which it serves with `VLLM_SERVER_DEV_MODE=1` only, as it does what takes the weights.
 """
 
+import http.client
 import json
 import logging
 import re
@@ -20,7 +21,7 @@ from transformers import AutoConfig
 
 from .config import FP8GRPOConfig
 from .float8 import ConversionReport
-from .parity import engine_name, ignored_by_engine
+from .parity import ARCHITECTURE, engine_name, ignored_by_engine
 
 
 logger = logging.getLogger(__name__)
@@ -31,17 +32,6 @@ _RETRY_INTERVAL = 2.0
 # Names of one thing: the online method per tensor, the 8-bit type with 4 bits of exponent
 _SYNONYMS = {"fp8": "fp8_per_tensor"}
 _CACHE_SYNONYMS = {"fp8_e4m3": "fp8"}
-# Two models whose configurations agree in these take each other's weights
-_ARCHITECTURE = (
-    "model_type",
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "tie_word_embeddings",
-)
 
 
 def server_url(args: FP8GRPOConfig) -> str:
@@ -111,9 +101,15 @@ def _wait(url: str, args: FP8GRPOConfig) -> None:
         try:
             _get(f"{url}/health", min(_ANSWER_TIMEOUT, max(1.0, deadline - time.monotonic())))
             return
-        except OSError as error:  # refused, no such host, no answer, or an answer that is not 200
+        except (ValueError, http.client.InvalidURL) as error:  # what urllib says of an address that is none
+            raise ValueError(
+                f"vllm_mode='server' with the address {url!r}, which is none ({error}). Set vllm_server_base_url to "
+                "something like http://127.0.0.1:8000, or vllm_server_host and vllm_server_port."
+            ) from error
+        # refused, no such host, no answer, an answer that is not 200, or not of HTTP at all
+        except (OSError, http.client.HTTPException) as error:
             remaining = deadline - time.monotonic()
-            if remaining <= 0:
+            if not remaining > 0:  # NaN, too
                 raise ConnectionError(
                     f"vllm_mode='server' with no vLLM server at {url} after vllm_server_timeout="
                     f"{args.vllm_server_timeout:g} s ({error}): nothing could generate. Start it first, with "
@@ -221,7 +217,7 @@ def check_model(args: FP8GRPOConfig, served: Mapping[str, Any], policy: Any) -> 
             f"{advice}, or make that path readable for the trainer."
         ) from error
     ours = policy.config.get_text_config()
-    for field in _ARCHITECTURE:
+    for field in ARCHITECTURE:
         values = getattr(theirs, field, None), getattr(ours, field, None)
         if values[0] != values[1]:
             raise ValueError(

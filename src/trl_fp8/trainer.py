@@ -201,7 +201,7 @@ class FP8GRPOTrainer(PolicyHost, ReferencePrecision, WholeCheckpoints, EagerGene
 
     @torch.no_grad()
     def _finish_rollout(self, output: dict[str, Any]) -> dict[str, Any]:
-        if not self._is_plain_grpo():
+        if not self._is_plain_grpo() and self.args.loss_type != "vespo":  # which multiplies the weights of a response
             drop_unscored(output)
         weighted = "importance_sampling_ratio" in output
         if self.model.training and {"old_per_token_logps", "sampling_per_token_logps"} <= output.keys():
