@@ -99,6 +99,8 @@ def test_a_compiled_layer_with_checkpointing_gives_the_gradients_of_an_eager_one
         torch.testing.assert_close(ours.grad, theirs.grad, msg=name)
 
 
+# inductor uses what torch itself deprecates
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
 @pytest.mark.slow
 def test_inductor_compiles_fp8_layers_to_their_numbers():
     """The real compiler, on this CPU: fused casts may round otherwise, within FP8's own error."""

@@ -75,21 +75,16 @@ def runs(tmp_path_factory):
 
     def get(strategy, name):
         every = {**FIXED, **OWN}
-        fast = strategy == "one" or name in FAST.get(strategy, ())
-        if (strategy, fast) not in done:
-            if strategy == "one":
-                names = ["rowwise-full"] if name == "rowwise-full" else [n for n in FIXED if n != "rowwise-full"]
-                key = ("one", len(names))
-                if key not in done:
-                    folder = tmp_path_factory.mktemp("one")
-                    done[key] = launch("one", [every[n] for n in names], folder), folder
-                results, folder = done[key]
-                return [rank[name] for rank in results], folder / name
-            wanted = [n for n in every if (strategy, n) not in REFUSED]
-            names = [n for n in wanted if (n in FAST.get(strategy, ())) == fast]
-            folder = tmp_path_factory.mktemp(f"{strategy}-{'fast' if fast else 'slow'}")
-            done[strategy, fast] = launch(strategy, [every[n] for n in names], folder), folder
-        results, folder = done[strategy, fast]
+        if strategy == "one":  # apart, since the fast cells need one run only
+            names = ("rowwise-full",) if name == "rowwise-full" else tuple(n for n in FIXED if n != "rowwise-full")
+        else:
+            fast = name in FAST.get(strategy, ())
+            wanted = (n for n in every if (strategy, n) not in REFUSED)
+            names = tuple(n for n in wanted if (n in FAST.get(strategy, ())) == fast)
+        if (strategy, names) not in done:
+            folder = tmp_path_factory.mktemp(f"{strategy}-{len(names)}")
+            done[strategy, names] = launch(strategy, [every[n] for n in names], folder), folder
+        results, folder = done[strategy, names]
         return [rank[name] for rank in results], folder / name
 
     return get
