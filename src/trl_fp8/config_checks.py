@@ -40,8 +40,6 @@ ENGINE_OWNERS = {
     "seed": "Ranks of one tensor-parallel group share a seed; drop it, and use the trainer's seed",
     "logprobs_mode": "Importance weights need 'processed_logprobs'; drop it",
     "quantization": "Use vllm_quantization",
-    "dtype": "The engine computes in the trainer's type; use bf16 or fp16",
-    "hf_overrides": "The engine's model would be another one than the policy; change the policy's configuration",
     "kv_cache_dtype": "Use vllm_kv_cache_dtype",
 }
 # Losses in which L bounds A < 0 tokens and H bounds A > 0 tokens
