@@ -28,13 +28,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from .blockwise import BLOCK
+from .blockwise import BLOCK, FORMAT, FORMAT_MAX
 from .float8 import convert_model
 from .parity import FUSED
 
 
-FORMAT = torch.float8_e4m3fn
-FORMAT_MAX = torch.finfo(FORMAT).max  # 448
 # recipe -> strategies of compressed-tensors for weights and activations
 STRATEGIES = {
     "rowwise": ("channel", "token"),
