@@ -44,8 +44,10 @@ class FakeServer:
     def __init__(self):
         self.served = copy.deepcopy(SERVED)
         self.status: dict[str, int] = {}
+        self.silent: set[str] = set()
         self.requests: list[str] = []
         self.weights: list[dict[str, torch.Tensor]] = []
+        self.closing = threading.Event()
         fake = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -59,6 +61,9 @@ class FakeServer:
             def answer(self, body):
                 path = self.path.split("?")[0]
                 fake.requests.append(path)
+                if path in fake.silent:
+                    fake.closing.wait(30)
+                    return
                 status = fake.status.get(path, 200)
                 content = json.dumps(fake.content(path, body) if status == 200 else "no").encode()
                 self.send_response(status)
@@ -102,6 +107,7 @@ class FakeServer:
         return {}
 
     def close(self):
+        self.closing.set()
         self.http.shutdown()
         self.http.server_close()
         self.thread.join()
@@ -128,7 +134,7 @@ def test_the_address_is_trls(tmp_path):
 
 
 def test_the_servers_configuration_is_what_it_tells(tmp_path, fake):
-    assert server_checks.ask(build_args(tmp_path, vllm_server_base_url=fake.url)) == SERVED
+    assert server_checks.ask(build_args(tmp_path, vllm_server_base_url=fake.url), "Qwen/Qwen3-8B") == SERVED
     assert fake.requests == ["/health", "/server_info"]
 
 
@@ -142,7 +148,7 @@ def test_an_absent_server_is_waited_for_until_the_timeout(tmp_path, fake, monkey
     with pytest.raises(
         ConnectionError, match=f"no vLLM server at {fake.url} after vllm_server_timeout=7 s .*refused.*"
     ):
-        server_checks.ask(args)
+        server_checks.ask(args, "Qwen/Qwen3-8B")
     assert naps  # it asked again
     assert max(naps) <= server_checks._RETRY_INTERVAL
 
@@ -151,27 +157,60 @@ def test_a_server_that_starts_late_is_found(tmp_path, fake, monkeypatch):
     fake.status["/health"] = 503
     monkeypatch.setattr(server_checks.time, "sleep", lambda seconds: fake.status.clear())
     args = build_args(tmp_path, vllm_server_base_url=fake.url, vllm_server_timeout=60.0)
-    assert server_checks.ask(args) == SERVED
+    assert server_checks.ask(args, "Qwen/Qwen3-8B") == SERVED
 
 
 def test_a_server_that_never_gets_healthy_is_given_up(tmp_path, fake):
     """TRL's own wait has no end here: it gives up on refused connections only."""
     fake.status["/health"] = 503
     with pytest.raises(ConnectionError, match="503"):
-        server_checks.ask(build_args(tmp_path, vllm_server_base_url=fake.url))
+        server_checks.ask(build_args(tmp_path, vllm_server_base_url=fake.url), "Qwen/Qwen3-8B")
 
 
 def test_a_server_without_development_endpoints_is_refused(tmp_path, fake):
     fake.status["/server_info"] = 404
-    with pytest.raises(ValueError, match="has no /server_info.*VLLM_SERVER_DEV_MODE=1 vllm serve MODEL"):
-        server_checks.ask(build_args(tmp_path, vllm_server_base_url=fake.url))
+    with pytest.raises(ValueError, match="has no /server_info.*VLLM_SERVER_DEV_MODE=1 vllm serve Qwen/Qwen3-8B"):
+        server_checks.ask(build_args(tmp_path, vllm_server_base_url=fake.url), "Qwen/Qwen3-8B")
 
 
-@pytest.mark.parametrize("answer", [{"model_config": {}}, {}, "VllmConfig(...)", None])
+@pytest.mark.parametrize("status", [401, 500])
+def test_a_server_that_keeps_its_configuration_to_itself_is_refused(tmp_path, fake, status):
+    fake.status["/server_info"] = status
+    with pytest.raises(ConnectionError, match=f"/server_info answers {status}.*API key.*vllm serve Qwen/Qwen3-8B"):
+        server_checks.ask(build_args(tmp_path, vllm_server_base_url=fake.url), "Qwen/Qwen3-8B")
+
+
+def test_a_server_that_is_silent_about_its_configuration_is_refused(tmp_path, fake, monkeypatch):
+    fake.silent.add("/server_info")
+    monkeypatch.setattr(server_checks, "_ANSWER_TIMEOUT", 0.2)
+    with pytest.raises(ConnectionError, match="is healthy and does not answer /server_info within 0.2 s"):
+        server_checks.ask(build_args(tmp_path, vllm_server_base_url=fake.url), "Qwen/Qwen3-8B")
+
+
+def test_a_server_with_less_room_than_the_run_needs_is_refused(tmp_path):
+    args = build_args(tmp_path, vllm_max_model_length=128)
+    with pytest.raises(ValueError, match="vllm_max_model_length needs .* 128 tokens, it has 64.*--max-model-len 128"):
+        server_checks.check_settings(args, SERVED)
+    with pytest.raises(ValueError, match="max_completion_length needs .* 65 tokens, it has 64"):
+        server_checks.check_settings(build_args(tmp_path, max_completion_length=64), SERVED)
+    server_checks.check_settings(build_args(tmp_path, max_completion_length=63), SERVED)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"model_config": {}},
+        {},
+        "VllmConfig(...)",
+        None,
+        {**SERVED, "model_config": None},
+        {**SERVED, "model_config": {}},
+    ],
+)
 def test_what_is_no_vllm_server_is_refused(tmp_path, fake, answer):
     fake.served = answer
     with pytest.raises(ValueError, match="/server_info is not the configuration of a vLLM server"):
-        server_checks.ask(build_args(tmp_path, vllm_server_base_url=fake.url))
+        server_checks.ask(build_args(tmp_path, vllm_server_base_url=fake.url), "Qwen/Qwen3-8B")
 
 
 # -- comparing
@@ -295,6 +334,13 @@ def test_another_model_is_refused(tmp_path):
         server_checks.check_model(build_args(tmp_path), changed(model=str(tmp_path / "served")), build_model())
 
 
+def test_a_server_that_changes_its_model_is_refused(tmp_path):
+    build_model().save_pretrained(tmp_path / "served")
+    served = changed(model=str(tmp_path / "served"), hf_overrides={"rms_norm_eps": 0.1})
+    with pytest.raises(ValueError, match="with rms_norm_eps=0.1, and the policy"):
+        server_checks.check_model(build_args(tmp_path), served, build_model())
+
+
 def test_a_model_that_cannot_be_seen_must_have_the_policys_name(tmp_path):
     policy = build_model()
     policy.name_or_path = str(tmp_path / "not_here")
@@ -397,6 +443,14 @@ def test_a_lost_server_is_told(policy, tmp_path, serving):
     serving.__init__()
 
 
+def test_a_server_that_hangs_is_given_up_and_not_asked_again(policy, tmp_path, serving):
+    engine = build_trainer(policy, tmp_path, serving.url, ddp_timeout=1).vllm_generation
+    serving.silent.add("/collective_rpc")
+    with pytest.raises(RuntimeError, match=r"was lost during a weight sync .*timeout.* raise ddp_timeout=1"):
+        engine.sync_weights()
+    assert serving.requests.count("/collective_rpc") == 1
+
+
 def test_everything_off_leaves_trls_engine_alone(policy, tmp_path, serving, monkeypatch):
     opened = []
     monkeypatch.setattr(_upstream_vllm.VLLMClient, "init_communicator", lambda self, device: opened.append(type(self)))
@@ -439,7 +493,7 @@ def test_an_address_that_is_none_is_refused_at_once(address, tmp_path):
         str(tmp_path), use_cpu=True, report_to=[], use_vllm=True, vllm_mode="server", vllm_server_base_url=address
     )
     with pytest.raises(ValueError, match="which is none.*Set vllm_server_base_url"):
-        server_checks.ask(args)
+        server_checks.ask(args, "Qwen/Qwen3-8B")
 
 
 def test_what_does_not_speak_http_is_no_server(tmp_path):
@@ -462,7 +516,7 @@ def test_what_does_not_speak_http_is_no_server(tmp_path):
             vllm_server_timeout=0.1,
         )
         with pytest.raises(ConnectionError, match="with no vLLM server at"):
-            server_checks.ask(args)
+            server_checks.ask(args, "Qwen/Qwen3-8B")
 
 
 def test_weights_a_killed_run_has_left_are_swept(tmp_path):

@@ -88,7 +88,7 @@ def never_started(monkeypatch):
     monkeypatch.setattr("trl_fp8.rollout.RolloutEngine._build", no_engine)
 
 
-def build_vllm_trainer(model, output_dir, **settings):
+def build_vllm_trainer(model, output_dir, peft_config=None, **settings):
     settings = {**RUN, "use_vllm": True, "vllm_engine_kwargs": ENGINE_KWARGS, "bf16": True, **settings}
     return FP8GRPOTrainer(
         model,
@@ -96,6 +96,7 @@ def build_vllm_trainer(model, output_dir, **settings):
         FP8GRPOConfig(str(output_dir), vllm_max_model_length=64, vllm_gpu_memory_utilization=0.1, **settings),
         build_dataset(),
         processing_class=build_tokenizer(),
+        peft_config=peft_config,
     )
 
 
@@ -117,6 +118,53 @@ def test_a_policy_that_outgrew_its_checkpoint_is_refused(tmp_path, never_started
     model.resize_token_embeddings(40)
     with pytest.raises(ValueError, match="vocab_size is 40, while its checkpoint .* says 25"):
         build_vllm_trainer(model, tmp_path)
+
+
+def test_a_policy_that_lacks_a_layer_is_refused(tmp_path, never_started):
+    model = build_policy()
+    save_policy(model, tmp_path / "policy")
+    model.model.layers[1].self_attn.k_norm = nn.Identity()
+    with pytest.raises(ValueError, match=r"k_norm.weight is absent, while its checkpoint .* says \(32,\)"):
+        build_vllm_trainer(model, tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:Model has .tie_word_embeddings=True. and a tied layer is part")  # PEFT's own
+def test_an_adapter_on_a_tied_embedding_is_refused(tmp_path, never_started):
+    from peft import LoraConfig
+
+    model = build_policy()
+    save_policy(model, tmp_path / "policy")
+    with pytest.raises(ValueError, match="The adapter on model.embed_tokens changes one of two layers"):
+        build_vllm_trainer(model, tmp_path, peft_config=LoraConfig(target_modules=["embed_tokens"]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"vllm_engine_kwargs": {"enforce_eagre": True}}, "does not take. Did you mean enforce_eagre: enforce_eager"),
+        ({"vllm_engine_kwargs": {"zzz": True}}, "has zzz, .* does not take. Names are those of vllm.EngineArgs"),
+        ({"vllm_kv_cache_dtype": "fp9"}, "vllm_kv_cache_dtype='fp9' is no type of cache .* fp8_e4m3"),
+    ],
+)
+def test_what_vllm_does_not_know_is_refused_before_a_policy_is_loaded(tmp_path, settings, message):
+    build_policy().config.save_pretrained(tmp_path / "no_weights")
+    with pytest.raises(ValueError, match=message):
+        build_vllm_trainer(str(tmp_path / "no_weights"), tmp_path, **settings)
+
+
+def test_an_engine_that_runs_another_model_is_refused(tmp_path):
+    model = build_policy()
+    save_policy(model, tmp_path / "policy")
+    changed = {**ENGINE_KWARGS, "hf_overrides": {"rms_norm_eps": 0.1}}
+    with pytest.raises(ValueError, match="engine runs with rms_norm_eps=0.1, and the policy has 1e-06"):
+        build_vllm_trainer(model, tmp_path, vllm_engine_kwargs=changed)
+
+
+def test_what_vllm_refuses_names_the_settings(tmp_path):
+    model = build_policy()
+    save_policy(model, tmp_path / "policy")
+    with pytest.raises(RuntimeError, match="vLLM could not start .*: correct vllm_quantization='torchao'"):
+        build_vllm_trainer(model, tmp_path, vllm_quantization="torchao")
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,12 @@ As in `_upstream.py`, each entry says why it is needed, the versions it was chec
 `tests/test_upstream.py` holds its contract.
 """
 
+import dataclasses
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, cast, get_args
 
 from torch import Tensor, nn
 
@@ -18,6 +21,8 @@ from trl.generation import vllm_generation
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration, empty_cache
 from trl.trainer import grpo_trainer
+from urllib3.exceptions import ReadTimeoutError
+from urllib3.util import Retry
 
 
 __all__ = [
@@ -26,13 +31,17 @@ __all__ = [
     "VLLMGeneration",
     "client_in_place_of_trls",
     "empty_cache",
+    "engine_arguments",
     "engine_in_place_of_trls",
     "engine_rounds_block_scales",
+    "kv_cache_dtypes",
+    "limit_answers",
     "llm_in_place_of_vllms",
     "merged_parameters",
     "reload_weights",
     "repack_tied_heads",
     "require_vllm",
+    "tuner_layers",
     "without_merging",
 ]
 
@@ -65,6 +74,24 @@ def require_vllm() -> None:
         )
 
 
+def engine_arguments() -> set[str]:
+    """Names that `vllm.LLM` takes: its own, and those of `vllm.EngineArgs` (vLLM 0.26 to 0.31).
+
+    `LLM` passes its keywords on, and what neither knows is an error after the policy was loaded.
+    """
+    from vllm import LLM, EngineArgs  # pyright: ignore[reportMissingImports] - an extra
+
+    own = {name for name, p in inspect.signature(LLM.__init__).parameters.items() if p.kind is not p.VAR_KEYWORD}
+    return (own - {"self"}) | {f.name for f in dataclasses.fields(EngineArgs)}
+
+
+def kv_cache_dtypes() -> tuple[str, ...]:
+    """Types of KV cache (vLLM 0.26 to 0.31). They change with every release, so no list of ours would last."""
+    from vllm.config.cache import CacheDType  # pyright: ignore[reportMissingImports] - an extra
+
+    return get_args(CacheDType)
+
+
 def engine_in_place_of_trls(engine: Callable[..., Any]) -> Any:
     """Context in which `GRPOTrainer.__init__` builds `engine(...)` where it says `VLLMGeneration(...)` (trl 1.16)."""
     return _replaced(grpo_trainer, "VLLMGeneration", engine)
@@ -84,6 +111,23 @@ def client_in_place_of_trls(client: Callable[..., Any]) -> Any:
     TRL's client refuses every device but CUDA, and there is no hook for another way to send the weights.
     """
     return _replaced(vllm_generation, "VLLMClient", client)
+
+
+class _RetryExceptAfterTimeout(Retry):
+    """A server that does not answer in time hangs, and asking it five times more would hang the run as long again."""
+
+    def increment(self, *args: Any, error: Any = None, **kwargs: Any) -> Any:
+        if isinstance(error, ReadTimeoutError):
+            raise error
+        return super().increment(*args, error=error, **kwargs)
+
+
+def limit_answers(client: VLLMClient, seconds: float) -> None:
+    """Let TRL's client give a server up that takes longer than `seconds` for one answer (trl 1.16: waits for ever)."""
+    adapters: list[Any] = list(client.session.adapters.values())
+    for adapter in adapters:
+        adapter.max_retries = _RetryExceptAfterTimeout(**vars(adapter.max_retries))
+    cast(Any, client.session).request = partial(client.session.request, timeout=seconds)
 
 
 def reload_weights(worker: Any, weights: Iterator[tuple[str, Tensor]]) -> None:
@@ -124,7 +168,8 @@ def repack_tied_heads(model: nn.Module) -> None:
             head.quant_method.process_weights_after_loading(head)
 
 
-def _tuner_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def tuner_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Name and layer of each module of a PEFT model that carries adapters (peft 0.21)."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     yield from ((name, module) for name, module in model.named_modules() if isinstance(module, BaseTunerLayer))
@@ -151,7 +196,7 @@ def merged_parameters(model: nn.Module) -> Callable[[Tensor], Tensor | None]:
     """
     layers = {
         parameter.data_ptr(): (parameter, layer)
-        for _, layer in _tuner_layers(model)
+        for _, layer in tuner_layers(model)
         for parameter in layer.get_base_layer().parameters(recurse=False)
         if parameter.numel()
     }

@@ -16,18 +16,18 @@ logger = logging.getLogger(__name__)
 NUM_TOKENS = 32
 # Below this a difference is BF16 rounding, however small the first one was (nats)
 SMALLEST_FLOOR = 0.02
-# Twice the mismatch of the worst pair in `pairing.py` (nats)
+# Twice the mismatch of the worst pair in `pairing.py` (nats). More at the first sync is no floor but a fault
 LARGEST_FLOOR = 0.5
 
 
-def plain_tokens(tokenizer: Any, num_tokens: int) -> list[int]:
+def plain_tokens(tokenizer: Any, num_tokens: int, vocab_size: int) -> list[int]:
     """Token ids from all over the vocabulary, the same every time: a text might hold what a vocabulary cannot spell.
 
-    Special and added tokens are left out, since some stand for images.
+    Special and added tokens are left out, since some stand for images. None if nothing else is left.
     """
     special = {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", {})}
-    plain = [token for token in range(len(tokenizer)) if token not in special]
-    return [plain[7919 * i % len(plain)] for i in range(num_tokens)]
+    plain = [token for token in range(min(len(tokenizer), vocab_size)) if token not in special]
+    return [plain[7919 * i % len(plain)] for i in range(num_tokens)] if plain else []
 
 
 class Canary:
@@ -35,13 +35,20 @@ class Canary:
 
     Args:
         tokenizer: of the policy.
+        vocab_size: of the policy; a tokenizer may know more tokens than the model, and fewer.
         interval: syncs between two comparisons; 0 compares never.
         max_jump: largest difference, in multiples of the first.
         max_length: longest prompt the engine takes, in tokens.
     """
 
-    def __init__(self, tokenizer: Any, interval: int, max_jump: float, max_length: int):
-        self.token_ids = plain_tokens(tokenizer, min(NUM_TOKENS, max_length - 1))
+    def __init__(self, tokenizer: Any, vocab_size: int, interval: int, max_jump: float, max_length: int):
+        self.token_ids = plain_tokens(tokenizer, min(NUM_TOKENS, max_length - 1), vocab_size)
+        if interval and len(self.token_ids) < 2:
+            logger.warning(
+                f"The canary after a weight sync is off: a prompt of two plain tokens does not fit an engine of "
+                f"{max_length} tokens, or the tokenizer has none, so there is nothing to score."
+            )
+            interval = 0
         self.interval, self.max_jump = interval, max_jump
         self.floor: float | None = None
         self._num_syncs = 0
@@ -74,7 +81,7 @@ class Canary:
             return {}
         difference = self.difference(model, score, accelerator)
         if self.floor is None:
-            self.floor = max(difference, SMALLEST_FLOOR)
+            self.floor = min(max(difference, SMALLEST_FLOOR), LARGEST_FLOOR)
             if difference > LARGEST_FLOOR:
                 logger.warning(
                     f"At the first weight sync trainer and engine differ by {difference:.3g} nats a token on a fixed "
@@ -84,11 +91,12 @@ class Canary:
         limit = self.max_jump * self.floor
         if not difference <= limit or difference == float("inf"):
             raise RuntimeError(
-                f"After weight sync {self._num_syncs} trainer and engine differ by {difference:.3g} nats a token on a "
-                f"fixed prompt, more than vllm_canary_max_jump={self.max_jump:g} times the {self.floor:.3g} of the "
-                "first sync. The engine does not hold the trainer's weights, or one side has become numerically "
-                "unstable. Look at the versions of vLLM and TRL, at what changes the policy's modules, and at NaN in "
-                "the weights; compare with vllm_quantization='none'. If the difference is real, raise "
-                "vllm_canary_max_jump, or set vllm_canary_interval=0."
+                f"After weight sync {self._num_syncs} trainer and engine differ by {difference:.3g} nats a token on "
+                f"a fixed prompt, more than vllm_canary_max_jump={self.max_jump:g} times the {self.floor:.3g} of the "
+                f"first sync (at most {LARGEST_FLOOR:g}). The engine does not hold the trainer's weights, it runs "
+                "another model, or one side has become numerically unstable. Look at the versions of vLLM and TRL, at "
+                "what changes the model (vllm_engine_kwargs, modules of the policy), and at NaN in the weights; "
+                "compare with vllm_quantization='none'. If the difference is real, raise vllm_canary_max_jump, or set "
+                "vllm_canary_interval=0."
             )
         return {"rollout/canary": difference, "rollout/canary_floor": self.floor}

@@ -86,8 +86,6 @@ class FP8GRPOConfig(GRPOConfig):
     > `4 * gradient_accumulation_steps` (the paper's four mini-batches), since with TRL's default every ratio is 1.
     """
 
-    _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "vllm_engine_kwargs"]
-
     # Parameters that control FP8 training
     fp8_recipe: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise"] = field(
         default="rowwise",

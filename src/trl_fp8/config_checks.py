@@ -1,5 +1,6 @@
 """What a configuration must not say, found without a model, data or a device. The rest is in `checks.py`."""
 
+import json
 import math
 import os
 from collections.abc import Iterable
@@ -73,6 +74,8 @@ def check_values(args: "FP8GRPOConfig", own_fields: Iterable[str]) -> None:
         raise ValueError(
             f"vllm_importance_sampling_clip_max={clip_max} drops every token: a weight is positive. Set it above 0."
         )
+    if isinstance(args.vllm_engine_kwargs, str):
+        args.vllm_engine_kwargs = _mapping("vllm_engine_kwargs", args.vllm_engine_kwargs)
     if args.vllm_quantization not in VLLM_QUANTIZATIONS:
         raise ValueError(_unknown("vllm_quantization", args.vllm_quantization, VLLM_QUANTIZATIONS))
     if args.vllm_importance_sampling_mode not in IMPORTANCE_SAMPLING_MODES:
@@ -120,7 +123,7 @@ def check_rollout(args: "FP8GRPOConfig") -> None:
             ("vllm_kv_cache_dtype", args.vllm_kv_cache_dtype, (None,)),
             ("vllm_engine_kwargs", args.vllm_engine_kwargs, (None,)),
         ):
-            if value not in off:
+            if value not in off and value != {}:
                 raise ValueError(
                     f"{name}={value!r} asks for something of the vLLM engine, but use_vllm=False starts none. Set "
                     f"use_vllm=True, or leave {name} unset."
@@ -146,6 +149,8 @@ def check_rollout(args: "FP8GRPOConfig") -> None:
 
 
 def _check_engine(args: "FP8GRPOConfig") -> None:
+    if args.vllm_mode not in ("colocate", "server"):
+        raise ValueError(_unknown("vllm_mode", args.vllm_mode, ("colocate", "server")))
     if args.vllm_mode == "server" and args.vllm_engine_kwargs:
         raise ValueError(
             f"vllm_engine_kwargs={args.vllm_engine_kwargs!r} with vllm_mode='server': the engine was built when the "
@@ -159,10 +164,7 @@ def _check_engine(args: "FP8GRPOConfig") -> None:
         )
     kwargs = args.vllm_engine_kwargs or {}
     if not isinstance(kwargs, dict) or not all(isinstance(name, str) for name in kwargs):
-        raise ValueError(
-            f"vllm_engine_kwargs={args.vllm_engine_kwargs!r} is no mapping from argument names to values. Pass a "
-            "dict, or on the command line a JSON object such as '{\"enforce_eager\": true}'."
-        )
+        raise ValueError(_no_mapping("vllm_engine_kwargs", kwargs))
     for name, value in kwargs.items():
         if name in ENGINE_OWNERS:
             raise ValueError(
@@ -239,6 +241,24 @@ def _checked(name: str, value: Any, hint: Any) -> Any:
             return value
     expected = " or ".join(getattr(option, "__name__", str(option)) for option in options)
     raise ValueError(f"{name}={value!r} has the wrong type ({type(value).__name__}). Pass {expected}.")
+
+
+def _mapping(name: str, text: str) -> dict[str, Any]:
+    """The JSON object in `text`, which transformers parses as well, with json's own words where it is none."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{_no_mapping(name, text)} ({error})") from error
+    if not isinstance(value, dict):
+        raise ValueError(_no_mapping(name, text))
+    return value
+
+
+def _no_mapping(name: str, value: Any) -> str:
+    return (
+        f"{name}={value!r} is no mapping from argument names to values. Pass a dict, or on the command line a JSON "
+        "object such as '{\"enforce_eager\": true}'."
+    )
 
 
 def _unknown(name: str, value: Any, known: tuple) -> str:

@@ -161,7 +161,7 @@ def convert_model(
         converted=converted,
         kept=reasons,
         num_fused_expert_parameters=sum(
-            math.prod(_shape(p)) for n, p in model.named_parameters() if _is_fused_expert(n, p)
+            math.prod(whole_shape(p)) for n, p in model.named_parameters() if _is_fused_expert(n, p)
         ),
     )
 
@@ -269,7 +269,7 @@ def _embedding_parameters(model: nn.Module) -> set[int]:
         module = getattr(model, getter, lambda: None)()
         if module is not None:
             modules.append(module)
-    return {id(p) for module in modules for p in module.parameters() if len(_shape(p)) == 2}
+    return {id(p) for module in modules for p in module.parameters() if len(whole_shape(p)) == 2}
 
 
 def _outside_language_model(model: nn.Module) -> set[int]:
@@ -283,9 +283,9 @@ def _outside_language_model(model: nn.Module) -> set[int]:
 
 
 def _is_fused_expert(name: str, parameter: Tensor) -> bool:
-    return len(_shape(parameter)) == 3 and "expert" in name
+    return len(whole_shape(parameter)) == 3 and "expert" in name
 
 
-def _shape(parameter: Tensor) -> Sequence[int]:
+def whole_shape(parameter: Tensor) -> Sequence[int]:
     """Shape of the whole parameter: a model loaded under DeepSpeed ZeRO-3 is in pieces, and each looks empty."""
     return getattr(parameter, "ds_shape", parameter.shape)

@@ -22,8 +22,8 @@ _NOT_IN_ENGINE = ("output embedding", "adapter")
 
 
 def engine_name(name: str) -> str:
-    """A module of the trainer (a PEFT model's too) under the name vLLM knows, as TRL maps parameters."""
-    return name.removeprefix("base_model.model.").replace(".base_layer", "")
+    """A module or parameter of the trainer (a PEFT model's too) under the name vLLM knows, as TRL maps them."""
+    return name.removeprefix("base_model.model.").replace(".base_layer", "").replace("modules_to_save.default.", "")
 
 
 def ignored_by_engine(report: ConversionReport | None) -> list[str]:
@@ -58,25 +58,6 @@ def engine_layers(model: nn.Module) -> dict[str, str | None]:
             kind = type(method).__name__
             layers[name] = None if kind.startswith("Unquantized") else kind
     return layers
-
-
-# Two models whose configurations agree in these take each other's weights and compute the same
-ARCHITECTURE = (
-    "model_type",
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "hidden_act",
-    "attention_bias",
-    "rms_norm_eps",
-    "rope_parameters",
-    "sliding_window",
-    "tie_word_embeddings",
-)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ of it is `weights.py`, the same with vLLM in a server of its own `server.py`.
 """
 
 import contextlib
+import difflib
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -17,8 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from . import _upstream_vllm, parity, server_checks
-from .canary import Canary
+from . import _upstream_vllm, architecture, parity, server_checks
 from .config import FP8GRPOConfig
 from .float8 import ConversionReport
 from .pairing import rollout_warnings, scale_rule_warning
@@ -34,16 +34,19 @@ def engine_context(
     args: FP8GRPOConfig,
     before_start: Callable[[], ConversionReport | None],
     record: Callable[[Mapping[str, Any]], None],
+    policy: Any,
 ) -> contextlib.AbstractContextManager:
     """Context in which TRL constructs our engine in place of its own.
 
     Args:
         args: of the run. Without vLLM, or with everything of ours off, TRL keeps its own engine.
+        policy: name or model, as the trainer was given it.
         before_start: called when the policy is loaded and the engine (5 to 40 s) is not started yet; converts it.
         record: takes metrics, see [`~trl_fp8.metrics.MetricWindow`].
 
     Raises:
-        ConnectionError, ValueError: there is no server, or it is not the one the run is configured for.
+        ConnectionError, ValueError: there is no server, or it is not the one the run is configured for; vLLM knows no
+            such engine argument.
     """
     quantization, fp8 = args.rollout_quantization, args.fp8_recipe != "none"
     ours = fp8 or quantization != "none" or args.vllm_kv_cache_dtype or args.vllm_engine_kwargs
@@ -51,9 +54,13 @@ def engine_context(
         return contextlib.nullcontext()
     for warning in rollout_warnings(args):
         logger.warning(warning)
-    if args.vllm_mode == "server" and args.process_index == 0:
-        _upstream_vllm.require_vllm()
-        server_checks.check_settings(args, server_checks.ask(args))  # now, since loading a policy takes long
+    # Now, since loading a policy takes long
+    _upstream_vllm.require_vllm()
+    if args.vllm_mode == "colocate":
+        check_arguments(args)
+    elif args.process_index == 0:
+        name = policy if isinstance(policy, str) else policy.name_or_path or ""
+        server_checks.check_settings(args, server_checks.ask(args, name))
     engine = ServerEngine if args.vllm_mode == "server" else RolloutEngine
     return _upstream_vllm.engine_in_place_of_trls(
         partial(engine, settings=args, before_start=before_start, record=record)
@@ -69,13 +76,15 @@ class RolloutEngine(SyncedEngine):
         _upstream_vllm.require_vllm()
         settings = self._settings
         check_source(self.model, self.trust_remote_code)
+        self._expected = architecture.engine_parameters(self.model)
         self._report = self._before_start()
         self._ignored = [] if settings.rollout_quantization == "none" else ignored_by_engine(self._report)
         with _upstream_vllm.llm_in_place_of_vllms(self._build) as self._llm_class:
             super()._init_vllm()
-        self._fused = self.llm.apply_model(lambda model: getattr(model, "packed_modules_mapping", None) or {})[0]
+        check_engine(self.llm.llm_engine.model_config.hf_config, self.model)
+        fused = self.llm.apply_model(lambda model: getattr(model, "packed_modules_mapping", None) or {})[0]
         layers = self.llm.apply_model(engine_layers)[0]
-        self.parity = parity.compare(self._report, settings.fp8_scale_rounding, layers, self._fused)
+        self.parity = parity.compare(self._report, settings.fp8_scale_rounding, layers, fused)
         asked_for = "quantization_config" in (settings.vllm_engine_kwargs or {})
         recipe = "none" if self._report is None else self._report.recipe
         told = [parity.check(self.parity, recipe, settings.rollout_quantization, asked_for)]
@@ -85,15 +94,13 @@ class RolloutEngine(SyncedEngine):
             logger.warning(message)
         if self.accelerator.is_main_process:
             print(self.parity)  # noqa: T201 - beside the report of the conversion
-        tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
         interval = settings.vllm_canary_interval
         if self.enable_sleep_mode and interval:
             logger.warning(
                 "The canary after a weight sync is off: with vllm_enable_sleep_mode the cache still sleeps."
             )
             interval = 0
-        max_length = self.llm.llm_engine.model_config.max_model_len
-        self.canary = Canary(tokenizer, interval, settings.vllm_canary_max_jump, max_length)
+        self.canary = self.build_canary(interval, self.llm.llm_engine.model_config.max_model_len)
 
     def _build(self, **kwargs: Any) -> Any:
         quantization, own = self._settings.rollout_quantization, {}
@@ -115,7 +122,15 @@ class RolloutEngine(SyncedEngine):
             own["dtype"] = "bfloat16" if self._settings.bf16 else "float16"
         if self._settings.vllm_kv_cache_dtype is not None:
             own["kv_cache_dtype"] = self._settings.vllm_kv_cache_dtype
-        return self._llm_class(**{**kwargs, **own, **extra})
+        try:
+            return self._llm_class(**{**kwargs, **own, **extra})
+        except Exception as error:
+            raise RuntimeError(
+                f"vLLM could not start an engine for this run ({type(error).__name__}: {error}). On top of TRL's "
+                f"arguments it got {own | extra}: correct vllm_quantization={quantization!r}, vllm_kv_cache_dtype="
+                f"{self._settings.vllm_kv_cache_dtype!r} or vllm_engine_kwargs; if memory is short, "
+                "vllm_gpu_memory_utilization or vllm_max_model_length."
+            ) from error
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
@@ -141,6 +156,24 @@ class RolloutEngine(SyncedEngine):
         return [position[token].logprob for token, position in pairs]
 
 
+def check_arguments(args: FP8GRPOConfig) -> None:
+    """Refuse names and types the installed vLLM does not know."""
+    names, dtypes = _upstream_vllm.engine_arguments(), _upstream_vllm.kv_cache_dtypes()
+    unknown = sorted(cast(dict, args.vllm_engine_kwargs or {}).keys() - names)
+    if unknown:
+        close = {name: difflib.get_close_matches(name, names, 2) for name in unknown}
+        meant = "; ".join(f"{name}: {' or '.join(found)}?" for name, found in close.items() if found)
+        raise ValueError(
+            f"vllm_engine_kwargs has {', '.join(unknown)}, which the engine of this vLLM does not take. "
+            f"{f'Did you mean {meant} ' if meant else ''}Names are those of vllm.EngineArgs."
+        )
+    if args.vllm_kv_cache_dtype is not None and args.vllm_kv_cache_dtype not in dtypes:
+        raise ValueError(
+            f"vllm_kv_cache_dtype={args.vllm_kv_cache_dtype!r} is no type of cache this vLLM has. Use one of "
+            f"{', '.join(dtypes)}, or None for the model's."
+        )
+
+
 def check_source(model: Any, trust_remote_code: bool) -> None:
     """Refuse a policy the engine cannot load by itself: it starts from the path the policy came from."""
     path = model.name_or_path
@@ -157,14 +190,25 @@ def check_source(model: Any, trust_remote_code: bool) -> None:
             f"use_vllm=True with a policy from {path!r}, which holds no configuration vLLM could start from: "
             f"{error}. {advice}"
         ) from error
-    saved, current = config.get_text_config(), model.config.get_text_config()
-    for name in parity.ARCHITECTURE:
-        values = getattr(saved, name, None), getattr(current, name, None)
-        if values[0] != values[1]:
-            raise ValueError(
-                f"use_vllm=True with a policy whose {name} is {values[1]}, while its checkpoint {path!r}, from which "
-                f"vLLM starts, says {values[0]}. {advice}"
-            )
+    architecture.check_adapters(model)
+    found = architecture.difference(config, model)
+    if found:
+        what, theirs, ours = found
+        raise ValueError(
+            f"use_vllm=True with a policy whose {what} is {ours}, while its checkpoint {path!r}, from which vLLM "
+            f"starts, says {theirs}. {advice}"
+        )
+
+
+def check_engine(config: Any, model: Any) -> None:
+    """Refuse an engine that runs another model than its checkpoint's (`hf_overrides` in `vllm_engine_kwargs`)."""
+    found = architecture.config_difference(config, model)
+    if found:
+        what, theirs, ours = found
+        raise ValueError(
+            f"The engine runs with {what}={theirs}, and the policy has {ours}, so the policy that samples would be "
+            "another one than the one that is trained. Take what changes it out of vllm_engine_kwargs."
+        )
 
 
 def check_cache_scales(model: nn.Module) -> None:

@@ -28,9 +28,8 @@ from accelerate.utils import broadcast_object_list
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from . import _upstream_vllm, server_checks
-from .canary import Canary
-from .parity import FUSED, engine_name
+from . import _upstream_vllm, architecture, server_checks
+from .parity import engine_name
 from .weights import SyncedEngine
 
 
@@ -46,9 +45,10 @@ class ServerEngine(SyncedEngine):
 
     def _init_vllm(self) -> None:
         settings, is_main = self._settings, self.accelerator.is_main_process
-        served = self._from_main(server_checks.ask(settings) if is_main else None)
+        served = self._from_main(server_checks.ask(settings, str(self.model.name_or_path)) if is_main else None)
         server_checks.check_settings(settings, served)
         server_checks.check_model(settings, served, self.model)
+        self._expected = architecture.engine_parameters(self.model)
         self._report = self._before_start()
         server_checks.check_layers(settings, served, self._report)
         with contextlib.ExitStack() as stack:
@@ -56,15 +56,10 @@ class ServerEngine(SyncedEngine):
                 client = partial(CheckpointClient, settings.output_dir or ".")
                 stack.enter_context(_upstream_vllm.client_in_place_of_trls(client))
             super()._init_vllm()
+        if is_main:  # other processes would give the main one up after as long
+            _upstream_vllm.limit_answers(self.vllm_client, settings.ddp_timeout)
         self._instance = served["instance_id"]
-        self._fused = FUSED
-        tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
-        self.canary = Canary(
-            tokenizer,
-            settings.vllm_canary_interval,
-            settings.vllm_canary_max_jump,
-            served["model_config"]["max_model_len"],
-        )
+        self.canary = self.build_canary(settings.vllm_canary_interval, served["model_config"]["max_model_len"])
 
     def _from_main(self, value: Any) -> Any:
         values = [value]
@@ -86,11 +81,12 @@ class ServerEngine(SyncedEngine):
             self.vllm_client.reset_prefix_cache()
 
     def score(self, token_ids: list[int]) -> list[float]:
-        scores = None
+        scores: list[float] | None = None
         if self.accelerator.is_main_process:
             with self._telling("the canary"):
                 answer = self.vllm_client.get_sequence_logprobs([token_ids], [1], top_logprobs=0)
-            scores = [logprob for (logprob,) in answer["actual_logprobs"][0]]
+            # JSON has no NaN
+            scores = [float("nan") if logprob is None else logprob for (logprob,) in answer["actual_logprobs"][0]]
         return self._from_main(scores)
 
     def generate(self, *args: Any, **kwargs: Any) -> tuple:
@@ -110,7 +106,8 @@ class ServerEngine(SyncedEngine):
             raise RuntimeError(
                 f"The vLLM server at {server_checks.server_url(self._settings)} was lost during {occupation} "
                 f"({error}), so there is nothing to train on. Look at its log, start it again as before, and resume "
-                "the run from its last checkpoint with trainer.train(resume_from_checkpoint=True)."
+                "the run from its last checkpoint with trainer.train(resume_from_checkpoint=True). If it was only "
+                f"slow, raise ddp_timeout={self._settings.ddp_timeout}, the longest wait for one answer in seconds."
             ) from error
 
     def _refuse_restarted(self) -> None:

@@ -19,9 +19,10 @@ from typing import Any
 
 from transformers import AutoConfig
 
+from .architecture import check_adapters, difference
 from .config import FP8GRPOConfig
 from .float8 import ConversionReport
-from .parity import ARCHITECTURE, engine_name, ignored_by_engine
+from .parity import engine_name, ignored_by_engine
 
 
 logger = logging.getLogger(__name__)
@@ -40,15 +41,15 @@ def server_url(args: FP8GRPOConfig) -> str:
     return url.rstrip("/")
 
 
-def serve_command(args: FP8GRPOConfig, model: str = "MODEL", ignored: list[str] | None = None) -> str:
+def serve_command(args: FP8GRPOConfig, model: str, ignored: list[str] | None = None) -> str:
     """The command line of a server that fits the run.
 
     Args:
         args: of the run.
-        model: checkpoint the policy starts from.
+        model: checkpoint the policy starts from, empty for a policy built in memory.
         ignored: names of the layers that the trainer keeps in high precision, as vLLM calls them.
     """
-    command = ["vllm", "serve", model]
+    command = ["vllm", "serve", model or "MODEL"]
     if args.rollout_quantization != "none":
         command += ["--quantization", args.rollout_quantization]
     if ignored:
@@ -57,44 +58,61 @@ def serve_command(args: FP8GRPOConfig, model: str = "MODEL", ignored: list[str] 
         command += ["--dtype", "bfloat16" if args.bf16 else "float16"]
     if args.vllm_kv_cache_dtype is not None:
         command += ["--kv-cache-dtype", args.vllm_kv_cache_dtype]
+    if args.vllm_max_model_length is not None:
+        command += ["--max-model-len", str(args.vllm_max_model_length)]
     command += ["--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"]
     if args.device.type == "cuda":
         command += ["--weight-transfer-config", '{"backend": "nccl"}']
     return f"VLLM_SERVER_DEV_MODE=1 {shlex.join(command)}"
 
 
-def ask(args: FP8GRPOConfig) -> dict[str, Any]:
+def ask(args: FP8GRPOConfig, policy: str) -> dict[str, Any]:
     """The server's configuration, a tree of plain values (vLLM's `VllmConfig`), once it is up.
 
+    Args:
+        args: of the run.
+        policy: checkpoint it starts from, for the command that is told.
+
     Raises:
-        ConnectionError: it is not up after `vllm_server_timeout` seconds.
+        ConnectionError: it is not up after `vllm_server_timeout` seconds, or does not tell its configuration.
         ValueError: what answers is no vLLM server, or one without development endpoints.
     """
-    url = server_url(args)
-    _wait(url, args)
+    url, command = server_url(args), serve_command(args, policy)
+    _wait(url, args, command)
     try:
         answer = json.loads(_get(f"{url}/server_info?config_format=json", _ANSWER_TIMEOUT))["vllm_config"]
-        missing = {"model_config", "cache_config", "instance_id"} - answer.keys()
+        told = {"model_config": dict, "cache_config": dict, "instance_id": str}
+        missing = [name for name, kind in told.items() if not isinstance(answer[name], kind)]
+        missing += {"model", "max_model_len"} - answer["model_config"].keys() if not missing else []
         if missing:
             raise KeyError(*missing)
     except urllib.error.HTTPError as error:
-        if error.code != 404:
-            raise
-        raise ValueError(
-            f"vllm_mode='server' with the server at {url}, which has no /server_info: its development endpoints are "
-            "off, so it neither says what it serves nor takes new weights. Start it with VLLM_SERVER_DEV_MODE=1, as "
-            f"in: {serve_command(args)}"
+        if error.code == 404:
+            raise ValueError(
+                f"vllm_mode='server' with the server at {url}, which has no /server_info: its development endpoints "
+                "are off, so it neither says what it serves nor takes new weights. Start it with "
+                f"VLLM_SERVER_DEV_MODE=1, as in: {command}"
+            ) from error
+        raise ConnectionError(
+            f"vllm_mode='server' with the server at {url}, whose /server_info answers {error.code} ({error.reason}), "
+            "so what it serves cannot be compared with the run. Start it without an API key (TRL's client has none) "
+            f"and look at its log: {command}"
+        ) from error
+    except (OSError, http.client.HTTPException) as error:
+        raise ConnectionError(
+            f"vllm_mode='server' with the server at {url}, which is healthy and does not answer /server_info within "
+            f"{_ANSWER_TIMEOUT:g} s ({error}), so what it serves cannot be compared with the run. Look at its log, "
+            f"and start it again: {command}"
         ) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"vllm_mode='server' with {url}, whose /server_info is not the configuration of a vLLM server "
-            f"({type(error).__name__}: {error}), so nothing can be compared with it. Start vLLM there: "
-            f"{serve_command(args)}"
+            f"({type(error).__name__}: {error}), so nothing can be compared with it. Start vLLM there: {command}"
         ) from error
     return answer
 
 
-def _wait(url: str, args: FP8GRPOConfig) -> None:
+def _wait(url: str, args: FP8GRPOConfig, command: str) -> None:
     deadline = time.monotonic() + args.vllm_server_timeout
     told = False
     while True:
@@ -113,10 +131,10 @@ def _wait(url: str, args: FP8GRPOConfig) -> None:
                 raise ConnectionError(
                     f"vllm_mode='server' with no vLLM server at {url} after vllm_server_timeout="
                     f"{args.vllm_server_timeout:g} s ({error}): nothing could generate. Start it first, with "
-                    f"{serve_command(args)}, or correct vllm_server_base_url or vllm_server_host and vllm_server_port."
+                    f"{command}, or correct vllm_server_base_url or vllm_server_host and vllm_server_port."
                 ) from error
             if not told:
-                logger.warning(f"Waiting for a vLLM server at {url}, up to {args.vllm_server_timeout:g} s.")
+                logger.warning(f"Waiting for a vLLM server at {url}, up to {args.vllm_server_timeout:g} s ({error}).")
                 told = True
             time.sleep(min(_RETRY_INTERVAL, remaining))
 
@@ -163,6 +181,10 @@ def check_settings(args: FP8GRPOConfig, served: Mapping[str, Any]) -> None:
     wrong = [
         f"{setting} needs the {what} {need!r}, it has {has!r}" for setting, what, has, need in rows if has != need
     ]
+    room, needed = model["max_model_len"], args.vllm_max_model_length or (args.max_completion_length or 0) + 1
+    if room < needed:
+        wanted = "vllm_max_model_length" if args.vllm_max_model_length else "a prompt and max_completion_length"
+        wrong.append(f"{wanted} needs a max model length of {needed} tokens, it has {room}")
     if wrong:
         raise ValueError(
             f"The vLLM server at {server_url(args)} is not the one this run is configured for: {'; '.join(wrong)}. "
@@ -204,10 +226,15 @@ def check_model(args: FP8GRPOConfig, served: Mapping[str, Any], policy: Any) -> 
 
     Another checkpoint of the same architecture is fine, since every weight is sent before the first generation.
     """
-    name = served["model_config"]["model"]
-    advice = f"Restart it with: {serve_command(args, policy.name_or_path or 'MODEL')}"
+    check_adapters(policy)
+    name, overrides = served["model_config"]["model"], served["model_config"].get("hf_overrides")
+    advice = f"Restart it with: {serve_command(args, policy.name_or_path)}"
     try:
-        theirs = AutoConfig.from_pretrained(name, trust_remote_code=args.trust_remote_code).get_text_config()
+        theirs = AutoConfig.from_pretrained(
+            name,
+            trust_remote_code=args.trust_remote_code,
+            **(overrides if isinstance(overrides, dict) else {}),
+        )
     except (OSError, ValueError) as error:
         if name == policy.name_or_path:
             return
@@ -216,12 +243,11 @@ def check_model(args: FP8GRPOConfig, served: Mapping[str, Any], policy: Any) -> 
             f"whether the server can take its weights cannot be seen, since {name!r} cannot be read here ({error}). "
             f"{advice}, or make that path readable for the trainer."
         ) from error
-    ours = policy.config.get_text_config()
-    for field in ARCHITECTURE:
-        values = getattr(theirs, field, None), getattr(ours, field, None)
-        if values[0] != values[1]:
-            raise ValueError(
-                f"The vLLM server at {server_url(args)} serves {name!r} with {field}={values[0]}, and the policy "
-                f"{policy.name_or_path!r} has {values[1]}: it cannot take the policy's weights. {advice}, or train "
-                "the model that it serves."
-            )
+    found = difference(theirs, policy)
+    if found:
+        what, served_value, value = found
+        raise ValueError(
+            f"The vLLM server at {server_url(args)} serves {name!r} with {what}={served_value}, and the policy "
+            f"{policy.name_or_path!r} has {value}: it cannot take the policy's weights. {advice}, or train the model "
+            "that it serves."
+        )

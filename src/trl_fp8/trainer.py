@@ -69,7 +69,7 @@ class FP8GRPOTrainer(PolicyHost, ReferencePrecision, WholeCheckpoints, EagerGene
         self._alarms_raised: set[str] = set()
 
         # Errors of the model come before the engine, which takes long to start
-        with rollout.engine_context(args, before_start=self._prepare_model, record=self.record_metrics):
+        with rollout.engine_context(args, self._prepare_model, self.record_metrics, policy=model):
             super().__init__(model, reward_funcs, args, *positional, **kwargs)
         self._clip_bounds = args.reference_bounds
         self._prepare_model()

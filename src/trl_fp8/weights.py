@@ -18,7 +18,7 @@ from torch import Tensor
 from . import _upstream_vllm
 from .canary import Canary
 from .config import FP8GRPOConfig
-from .float8 import ConversionReport
+from .float8 import ConversionReport, whole_shape
 
 
 class SyncedEngine(_upstream_vllm.VLLMGeneration):
@@ -40,10 +40,10 @@ class SyncedEngine(_upstream_vllm.VLLMGeneration):
         **kwargs: Any,
     ):
         self._settings, self._before_start, self._record = settings, before_start, record
-        self._source: dict[str, torch.dtype] | None = None  # the trainer's parameters at the first sync
+        self._source: dict[str, tuple] | None = None  # type and shape of the parameters at the first sync
         # Of the tensors the engine gets: name -> type and shape
         self._stream_metadata: dict[str, tuple[str, list[int]]] = {}
-        self._fused: Mapping[str, list[str]] = {}  # layer of the engine -> linears of the trainer, by their last names
+        self._expected: dict[str, tuple[int, ...]] = {}  # names and shapes of the engine's parameters
         self._unusable: BaseException | None = None
         self._report: ConversionReport | None = None
         self.canary: Canary
@@ -52,6 +52,11 @@ class SyncedEngine(_upstream_vllm.VLLMGeneration):
     def send(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Give the engine all `weights`, in one bracket in which it quantises them as it did when it started."""
         raise NotImplementedError
+
+    def build_canary(self, interval: int, max_length: int) -> Canary:
+        tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
+        vocab_size = self.model.config.get_text_config().vocab_size
+        return Canary(tokenizer, vocab_size, interval, self._settings.vllm_canary_max_jump, max_length)
 
     def score(self, token_ids: list[int]) -> list[float]:
         """The engine's log-probs of the tokens of a prompt after the first, nats."""
@@ -97,20 +102,26 @@ class SyncedEngine(_upstream_vllm.VLLMGeneration):
 
     def _check_names(self) -> None:
         """Names are compared where they cost nothing: gathering every parameter for its name would double the sync."""
-        source = {name: parameter.dtype for name, parameter in self.model.named_parameters()}
+        source = {name: (p.dtype, tuple(whole_shape(p))) for name, p in self.model.named_parameters()}
         if self._source is None:
             self._stream_metadata = {
                 name: (str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in self._walk()
             }
-            refuse_incomplete_groups(set(self._stream_metadata), self._fused)
+            lacking = sorted(self._expected.keys() - self._stream_metadata.keys())
+            if lacking:
+                raise ValueError(
+                    f"The first weight sync lacks {', '.join(lacking[:4])}, which the policy had when the trainer was "
+                    "built, and the engine would keep what it started with, or uninitialised memory where vLLM fuses "
+                    "layers. Change the modules of the policy before the trainer is built."
+                )
             self._source = source
         elif source != self._source:
             missing, extra = sorted(self._source.keys() - source), sorted(source.keys() - self._source)
-            recast = sorted(name for name in source.keys() & self._source if source[name] != self._source[name])
+            changed = sorted(name for name in source.keys() & self._source if source[name] != self._source[name])
             raise ValueError(
                 f"The policy's parameters have changed since the first weight sync (missing: {missing[:3]}, new: "
-                f"{extra[:3]}, of another type: {recast[:3]}), and a layer that gets half its parameters is filled "
-                "with uninitialised memory. Change the modules of the policy before the trainer is built."
+                f"{extra[:3]}, of another type or shape: {changed[:3]}), and a layer that gets half its parameters is "
+                "filled with uninitialised memory. Change the modules of the policy before the trainer is built."
             )
 
     @contextlib.contextmanager
@@ -150,23 +161,3 @@ class SyncedEngine(_upstream_vllm.VLLMGeneration):
                 f"The weight sync lacks {lacking[:3]}, which the first one had. Change the modules of the policy "
                 "before the trainer is built."
             )
-
-
-def refuse_incomplete_groups(names: set[str], groups: Mapping[str, list[str]]) -> None:
-    """Refuse weights that fill a fused layer of the engine in part.
-
-    Args:
-        names: of the tensors the engine will get.
-        groups: fused layer -> its parts, e.g. `{"qkv_proj": ["q_proj", "k_proj", "v_proj"]}`.
-    """
-    for fused, parts in groups.items():
-        for part in parts:
-            for name in names:
-                stem, found, _ = name.partition(f".{part}.weight")
-                absent = [other for other in parts if found and f"{stem}.{other}.weight" not in names]
-                if absent:
-                    raise ValueError(
-                        f"The policy has {name} and no {', '.join(absent)} beside it, but vLLM fuses {parts} into "
-                        f"{fused} and would fill the rest with uninitialised memory. Pass a policy whose parameters "
-                        "match the checkpoint the engine starts from."
-                    )
