@@ -889,6 +889,14 @@ def test_an_unknown_mode_names_the_ones_there_are():
         importance_weight(OLD, SAMPLER, torch.ones(1, 4), mode="token")
 
 
+@pytest.mark.parametrize("name", ["ratio", "ref_ratio", "advantages", "mask"])
+@pytest.mark.parametrize("value", [None, [[1.0]]])
+def test_what_is_no_tensor_is_refused(name, value):
+    given = {name: torch.ones(1, 1) for name in ("ratio", "ref_ratio", "advantages", "mask")} | {name: value}
+    with pytest.raises(TypeError, match=f"{name} is a {type(value).__name__}.* Pass a torch.Tensor"):
+        calibrate_bounds(**given)
+
+
 @pytest.mark.parametrize("side", [0, 1])
 def test_log_ratios_in_the_place_of_ratios_are_refused(side):
     ratios = [torch.ones(2, 3), torch.ones(2, 3)]

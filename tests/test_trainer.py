@@ -194,7 +194,7 @@ def test_nothing_is_shadowed_where_every_ratio_is_one(tmp_path, monkeypatch, cap
 
 def test_a_run_shorter_than_the_interval_warns(tmp_path, caplog):
     build_trainer(tmp_path, max_steps=4).train()
-    assert "The run has 1 generation batches, fewer than calibration_interval=20" in caplog.text
+    assert "The run ends after 1 generation batches, before the first of the recalibrations every" in caplog.text
 
 
 # -- what enters the statistics
@@ -565,7 +565,7 @@ def test_a_micro_batch_whose_backward_fails_counts_once(tmp_path, monkeypatch):
 
 def test_bounds_must_enclose_one(tmp_path):
     trainer = build_trainer(tmp_path)
-    for bounds in ((1.1, 1.2), (0.5, 0.9), (0.0, 1.2), (math.nan, 1.2)):
+    for bounds in ((1.1, 1.2), (0.5, 0.9), (0.0, 1.2), (math.nan, 1.2), (1e-300, 1.2), (0.8, 1e39)):
         with pytest.raises(ValueError, match="do not enclose"):
             trainer.clip_bounds = bounds
 

@@ -186,9 +186,9 @@ class CalibratedClippingCallback(ClippingPolicy, ExportableState):
         steps = state.max_steps * args.gradient_accumulation_steps / args.micro_batches_per_generation
         if steps < self.calibration_interval:
             logger.warning(
-                f"The run has {steps:g} generation batches, fewer than calibration_interval="
-                f"{self.calibration_interval}: the bounds stay at [{self.clip_lower}, {self.clip_upper}]. Lower "
-                "calibration_interval or train longer."
+                f"The run ends after {steps:g} generation batches, before the first of the recalibrations every "
+                f"calibration_interval={self.calibration_interval}: the bounds stay at [{self.clip_lower}, "
+                f"{self.clip_upper}]. Lower calibration_interval or train longer."
             )
 
     def _recalibrates(self, trainer: "FP8GRPOTrainer") -> bool:

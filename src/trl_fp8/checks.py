@@ -1,7 +1,6 @@
 """Refusals and warnings that need the model, the data or the trainer. Settings alone are checked in `config.py`."""
 
 import logging
-import math
 import traceback
 from collections.abc import Iterator, Sized
 from contextlib import contextmanager
@@ -184,10 +183,11 @@ def _warn_vanishing_updates(model: nn.Module, learning_rate: float) -> None:
 
 def check_bounds(lower: float, upper: float, delta: float | None) -> None:
     """Refuse bounds no loss can clip at."""
-    if not 0 < lower < 1 < upper < math.inf:
+    # TRL computes with 1 - lower and upper - 1; FP32 holds no ratio beyond 3e38
+    if not (0 < lower < 1 < upper <= torch.finfo(torch.float32).max and 1 - lower < 1):
         raise ValueError(
-            f"clip_bounds=({lower}, {upper}) do not enclose the ratio 1 of an unchanged policy. Set 0 < lower < 1 < "
-            "upper, finite."
+            f"clip_bounds=({lower}, {upper}) do not enclose the ratio 1 of an unchanged policy, or lie so far from it "
+            "that no FP32 ratio reaches them. Set 0 < lower < 1 < upper, such as (0.6, 1.8)."
         )
     if delta is not None and upper >= delta:
         raise ValueError(

@@ -272,6 +272,10 @@ def calibrate_bounds(
     for name, (lower, upper) in (("bounds", bounds), ("ref_bounds", ref_bounds)):
         if not 0 < lower < 1 < upper < math.inf:
             raise ValueError(f"{name}=({lower}, {upper}) do not enclose the ratio 1. Pass 0 < lower < 1 < upper.")
+    given = {"ratio": ratio, "ref_ratio": ref_ratio, "advantages": advantages, "mask": mask}
+    for name, values in given.items():
+        if not isinstance(values, Tensor):
+            raise TypeError(f"{name} is a {type(values).__name__}, and sums run over tensors. Pass a torch.Tensor.")
     for name, values in (("ratio", ratio), ("ref_ratio", ref_ratio)):
         if bool(((values < 0) & mask.bool()).any()):
             raise ValueError(
