@@ -250,6 +250,7 @@ def report(trainer: FP8GRPOTrainer, before: float | None, after: float | None, s
     policy = "FP8" if args.fp8_recipe != "none" else "BF16" if args.bf16 else "policy"
     table = run_report.table(history, args.reference_bounds, trainer.clip_bounds, before, after, policy)
     say(f"\n{table}\n")
+    say(f"All metrics: trainer_state.json in the checkpoints of {args.output_dir} (docs/metrics.md)")
     path = Path(args.output_dir) / "calibration.png"
     if run_report.figure(history, args.reference_bounds, path, policy):
         say(f"Figure of bounds and clip shares: {path}")

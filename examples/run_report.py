@@ -8,6 +8,7 @@ LOWER, UPPER = "clip_bounds/lower", "clip_bounds/upper"
 BF16_SHARE = "calibration/alpha_low"
 FP8_SHARE_AT_REFERENCE = "clip_ratio/negative_at_reference"
 FP8_SHARE = "clip_ratio/negative"
+CANARY, CANARY_FLOOR = "rollout/canary", "rollout/canary_floor"
 RHO_REF, RHO_AFTER = "calibration/rho_ref", "calibration/rho_after"
 
 
@@ -59,6 +60,7 @@ def table(
         ("update ratio rho: BF16 at the reference bounds", _number(mean(window, RHO_REF))),
         (f"update ratio rho: {policy} at the calibrated bounds", _number(mean(window, RHO_AFTER))),
     ]
+    rows += _rollout_rows(history)
     rows = [(name, value) for name, value in rows if value]
     if calibrated:
         means = f"means over the last {len(window)}" if len(window) > 1 else "those of the last"
@@ -74,6 +76,21 @@ def table(
     return "\n".join([rule, lines[0], rule, *lines[1:], rule])
 
 
+def _rollout_rows(history: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """How far the engine that generated was from the trainer, over the second half of its log; none without one."""
+    entries = [entry for entry in history if "mismatch/ess" in entry]
+    window = entries[len(entries) // 2 :]
+    rows = [
+        ("rollout: KL of trainer and engine (k3), nats per token", _number(mean(window, "mismatch/k3_kl"), 4)),
+        ("rollout: effective share of the samples (1: no mismatch)", _number(mean(window, "mismatch/ess"))),
+    ]
+    canaries = [entry for entry in history if CANARY in entry]
+    if canaries:
+        last, first = canaries[-1][CANARY], canaries[-1][CANARY_FLOOR]
+        rows.append(("rollout: canary after the last sync (floor of the first)", f"{last:.3f} ({first:.3f})"))
+    return rows
+
+
 def _interval(bounds: tuple[float, float]) -> str:
     return f"[{bounds[0]:.2f}, {bounds[1]:.2f}]"
 
@@ -82,8 +99,8 @@ def _percent(value: float | None) -> str:
     return "" if value is None else f"{100 * value:.2f} %"
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f}"
+def _number(value: float | None, digits: int = 3) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
 
 
 def figure(

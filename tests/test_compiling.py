@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import VOCABULARY, build_model, build_trainer
 
-from trl_fp8 import compiling
+from trl_fp8 import FP8GRPOConfig, compiling
 from trl_fp8.float8 import convert_model, high_precision
 from trl_fp8.strategies import World, check_strategy
 from trl_fp8.switchable import SwitchableLinear
@@ -130,16 +130,12 @@ def test_inductor_compiles_fp8_layers_to_their_numbers():
     ],
 )
 def test_known_bad_combinations_are_refused(settings, world, message, tmp_path):
-    from trl_fp8 import FP8GRPOConfig
-
     args = FP8GRPOConfig(str(tmp_path), use_cpu=True, **{**RUN, **settings})
     with pytest.raises(ValueError, match=message):
         check_strategy(args, world)
 
 
 def test_what_works_is_not_refused(tmp_path):
-    from trl_fp8 import FP8GRPOConfig
-
     args = FP8GRPOConfig(str(tmp_path), use_cpu=True, **RUN)
     for world in (World(), World(fsdp_version=2), World(zero_stage=2)):
         check_strategy(args, world)
@@ -149,14 +145,41 @@ def test_what_works_is_not_refused(tmp_path):
 
 
 def test_fsdp1_and_split_layers_are_refused(tmp_path):
-    from trl_fp8 import FP8GRPOConfig
-
     args = FP8GRPOConfig(str(tmp_path), use_cpu=True)
     with pytest.raises(ValueError, match="Set fsdp_version: 2"):
         check_strategy(args, World(fsdp_version=1))
     with pytest.raises(ValueError, match="tp_size=2"):
         check_strategy(args, World(fsdp_version=2, model_parallel=("tp_size=2",)))
     check_strategy(FP8GRPOConfig(str(tmp_path), use_cpu=True, fp8_recipe="none"), World(fsdp_version=1))
+
+
+@pytest.mark.parametrize(
+    ("variable", "runs"),
+    [("ACCELERATE_USE_FSDP", World(fsdp_version=2)), ("ACCELERATE_USE_DEEPSPEED", World(deepspeed=True))],
+)
+def test_sharding_that_was_asked_for_and_does_not_run_is_refused(tmp_path, monkeypatch, variable, runs):
+    """accelerate on a CPU takes the launcher's FSDP or DeepSpeed for DDP and says nothing."""
+    monkeypatch.setenv(variable, "true")
+    args = FP8GRPOConfig(str(tmp_path), use_cpu=True)
+    with pytest.raises(
+        ValueError, match=rf"{variable}=true\), and accelerate starts MULTI_CPU without it.*cpu_2proc_ddp"
+    ):
+        check_strategy(args, World(kind="MULTI_CPU"))
+    check_strategy(args, runs)
+    check_strategy(FP8GRPOConfig(str(tmp_path), use_cpu=True, fp8_recipe="none"), World(kind="MULTI_CPU"))
+
+
+@pytest.mark.parametrize(
+    ("world", "text"),
+    [
+        (World(), ""),
+        (World(num_processes=2), "2 processes (DDP)"),
+        (World(num_processes=8, fsdp_version=2), "8 processes (FSDP2)"),
+        (World(num_processes=8, deepspeed=True, zero_stage=3), "8 processes (ZeRO-3)"),
+    ],
+)
+def test_the_start_up_line_names_the_strategy(world, text):
+    assert str(world) == text
 
 
 def test_a_model_without_a_list_of_layers_is_refused():

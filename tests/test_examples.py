@@ -381,6 +381,24 @@ def test_table_means_are_over_the_second_half_of_the_recalibrations():
     ]
 
 
+def test_table_of_a_run_with_an_engine_says_how_far_it_was():
+    history = [
+        {
+            **entry,
+            "mismatch/k3_kl": 0.001 * i,
+            "mismatch/ess": 0.9,
+            "rollout/canary": 0.05,
+            "rollout/canary_floor": 0.04,
+        }
+        for i, entry in enumerate(HISTORY)
+    ]
+    text = run_report.table(history, (0.8, 1.24), (0.65, 1.7))
+    assert re.search(r"rollout: KL of trainer and engine \(k3\), nats per token +0.0025\n", text)
+    assert re.search(r"rollout: effective share .* +0.900\n", text)
+    assert re.search(r"rollout: canary .* +0.050 \(0.040\)\n", text)
+    assert "rollout" not in run_report.table(HISTORY, (0.8, 1.24), (0.65, 1.7))
+
+
 def test_table_of_a_run_with_fixed_bounds_leaves_rows_out():
     history = [{k: v for k, v in entry.items() if not k.startswith("calibration/")} for entry in HISTORY]
     text = run_report.table(history, (0.8, 1.24), (0.8, 1.24), policy="BF16")

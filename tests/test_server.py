@@ -169,14 +169,18 @@ def test_a_server_that_never_gets_healthy_is_given_up(tmp_path, fake):
 
 def test_a_server_without_development_endpoints_is_refused(tmp_path, fake):
     fake.status["/server_info"] = 404
-    with pytest.raises(ValueError, match="has no /server_info.*VLLM_SERVER_DEV_MODE=1 vllm serve Qwen/Qwen3-8B"):
+    with pytest.raises(
+        ValueError, match="has no /server_info.*VLLM_SERVER_DEV_MODE=1 .*openai.api_server --model Qwen/Qwen3-8B"
+    ):
         server_checks.ask(build_args(tmp_path, vllm_server_base_url=fake.url), "Qwen/Qwen3-8B")
 
 
 @pytest.mark.parametrize("status", [401, 500])
 def test_a_server_that_keeps_its_configuration_to_itself_is_refused(tmp_path, fake, status):
     fake.status["/server_info"] = status
-    with pytest.raises(ConnectionError, match=f"/server_info answers {status}.*API key.*vllm serve Qwen/Qwen3-8B"):
+    with pytest.raises(
+        ConnectionError, match=f"/server_info answers {status}.*API key.*api_server --model Qwen/Qwen3-8B"
+    ):
         server_checks.ask(build_args(tmp_path, vllm_server_base_url=fake.url), "Qwen/Qwen3-8B")
 
 
@@ -281,6 +285,12 @@ def test_a_trainer_on_a_gpu_needs_a_server_that_takes_weights_over_nccl(tmp_path
     server_checks.check_settings(args, {**served, "weight_transfer_config": {"backend": "nccl"}})
 
 
+def test_the_command_on_a_cpu_is_one_that_starts(tmp_path):
+    assert server_checks.serve_command(build_args(tmp_path), "tiny").startswith(
+        "VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model tiny --enforce-eager "
+    )
+
+
 def test_the_command_has_every_setting(tmp_path, monkeypatch):
     args = build_args(tmp_path, fp8_recipe="blockwise", vllm_kv_cache_dtype="fp8")
     monkeypatch.setattr(type(args), "device", torch.device("cuda"))
@@ -314,7 +324,7 @@ def test_layers_must_be_quantised_on_both_sides_or_on_none(tmp_path, exclude, ig
     if message is None:
         server_checks.check_layers(args, served, report)
     else:
-        with pytest.raises(ValueError, match=f"{message}.*vllm serve /models/policy.*fp8_exclude_modules"):
+        with pytest.raises(ValueError, match=f"{message}.*--model /models/policy.*fp8_exclude_modules"):
             server_checks.check_layers(args, served, report)
 
 

@@ -599,7 +599,7 @@ def test_the_start_up_line_says_what_is_in_force(tmp_path, capsys):
         "fp8_recipe=rowwise",
         "14/15 layers (emulated)",
         "transformers with the training forward (FP8)",
-        "clip bounds [0.6, 1.8]",
+        "clip bounds [0.6, 1.8], a resumed run's from its checkpoint",
         "BF16 reference [0.8, 1.24]",
         "first recalibration after generation batch 3 (optimizer step 12)",
         "steps_per_generation=8",

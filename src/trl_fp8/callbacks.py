@@ -161,7 +161,7 @@ class CalibratedClippingCallback(ClippingPolicy, ExportableState):
             self._begun = None
             if restored and state.is_world_process_zero:
                 print(  # noqa: T201 - the start-up line said where a fresh run would begin
-                    f"{name}: resumed with clip bounds [{self.clip_lower:.4g}, {self.clip_upper:.4g}] after "
+                    f"\n{name}: resumed with clip bounds [{self.clip_lower:.4g}, {self.clip_upper:.4g}] after "
                     f"{self.num_completed_generation_batches} generation batches."
                 )
         arguments = self.state()["args"]

@@ -12,9 +12,12 @@ def startup_line(
     report: ConversionReport | None,
     clip_bounds: tuple[float, float],
     policies: Iterable[ClippingPolicy],
+    processes: str = "",
 ) -> str:
-    """One line; `report` is `None` for a model that trains in its own precision."""
+    """One line; `report` is `None` for a model in its own precision, `processes` empty for a single process."""
     parts = [f"fp8_recipe={args.fp8_recipe}"]
+    if processes:
+        parts.append(processes)
     if report is not None:
         total = len(report.converted) + len(report.kept)
         kernels = "emulated" if report.emulated else "FP8 kernels"
@@ -29,7 +32,7 @@ def startup_line(
     else:
         parts.append("rollout: transformers with the training forward" + (" (FP8)" if report else ""))
     ref_lower, ref_upper = args.reference_bounds
-    parts.append(f"clip bounds [{clip_bounds[0]:.4g}, {clip_bounds[1]:.4g}]")
+    parts.append(f"clip bounds [{clip_bounds[0]:.4g}, {clip_bounds[1]:.4g}], a resumed run's from its checkpoint")
     parts.append(f"epsilon and epsilon_high are the BF16 reference [{ref_lower:.4g}, {ref_upper:.4g}]")
     parts += [policy.announcement(args) for policy in policies]
     if args._default_steps_per_generation:

@@ -58,6 +58,11 @@ def engine_context(
     _upstream_vllm.require_vllm()
     if args.vllm_mode == "colocate":
         check_arguments(args)
+        if args.device.type == "cpu" and "enforce_eager" not in cast(dict, args.vllm_engine_kwargs or {}):
+            logger.warning(
+                "vLLM compiles the model before it generates, on a CPU for minutes and without a sign of life. Skip "
+                "it with vllm_engine_kwargs={'enforce_eager': True}."
+            )
     elif args.process_index == 0:
         name = policy if isinstance(policy, str) else policy.name_or_path or ""
         server_checks.check_settings(args, server_checks.ask(args, name))
@@ -125,11 +130,14 @@ class RolloutEngine(SyncedEngine):
         try:
             return self._llm_class(**{**kwargs, **own, **extra})
         except Exception as error:
+            on_cpu = self.accelerator.device.type == "cpu" and quantization not in ("none", "fp8_per_channel")
             raise RuntimeError(
                 f"vLLM could not start an engine for this run ({type(error).__name__}: {error}). On top of TRL's "
                 f"arguments it got {own | extra}: correct vllm_quantization={quantization!r}, vllm_kv_cache_dtype="
                 f"{self._settings.vllm_kv_cache_dtype!r} or vllm_engine_kwargs; if memory is short, "
                 "vllm_gpu_memory_utilization or vllm_max_model_length."
+                + " On a CPU vLLM has kernels for 'fp8_per_channel' only (fp8_recipe='rowwise')."
+                * on_cpu
             ) from error
 
     # -- weights -----------------------------------------------------------------------------------------------------

