@@ -15,12 +15,18 @@ class World:
         fsdp_checkpointing: whether FSDP checkpoints activations itself.
         zero_stage: of DeepSpeed, 0 without.
         model_parallel: names and sizes of parallelism inside a layer or a sequence.
+        num_shards: a weight is cut into, where FSDP cuts it.
+        cpu_offload: whether FSDP keeps weights in host memory.
+        loads_after_sharding: whether FSDP2 replaces each sharded weight by one that rank 0 loaded.
     """
 
     fsdp_version: int = 0
     fsdp_checkpointing: bool = False
     zero_stage: int = 0
     model_parallel: tuple[str, ...] = ()
+    num_shards: int = 1
+    cpu_offload: bool = False
+    loads_after_sharding: bool = False
 
     @classmethod
     def of(cls, accelerator: Any) -> "World":
@@ -29,11 +35,15 @@ class World:
         deepspeed = accelerator.state.deepspeed_plugin
         sizes = accelerator.parallelism_config
         inside = ("tp_size", "cp_size", "sp_size")
+        shards = getattr(sizes, "dp_shard_size", 1)
         return cls(
             fsdp_version=0 if fsdp is None else fsdp.fsdp_version,
             fsdp_checkpointing=fsdp is not None and bool(fsdp.activation_checkpointing),
             zero_stage=0 if deepspeed is None else deepspeed.zero_stage,
             model_parallel=tuple(f"{name}={size}" for name in inside if (size := getattr(sizes, name, 1)) > 1),
+            num_shards=shards if shards > 1 else accelerator.num_processes,
+            cpu_offload=type(getattr(fsdp, "cpu_offload", None)).__name__ == "CPUOffloadPolicy",
+            loads_after_sharding=bool(getattr(fsdp, "cpu_ram_efficient_loading", False)),
         )
 
 
@@ -44,6 +54,7 @@ def check_strategy(args: FP8GRPOConfig, world: World) -> None:
         ValueError: naming the setting, the reason and what to do.
     """
     _check_compile(args, world)
+    _check_all_gather(args, world)
     if args.fp8_recipe == "none":
         return
     if world.fsdp_version == 1:
@@ -84,4 +95,32 @@ def _check_compile(args: FP8GRPOConfig, world: World) -> None:
         raise ValueError(
             "fp8_compile=True with DeepSpeed ZeRO-3, whose hooks gather each linear's weight inside the layer and "
             "break its graph there. Use FSDP2 (configs/accelerate/fsdp2.yaml) or ZeRO-2, or set fp8_compile=False."
+        )
+
+
+def _check_all_gather(args: FP8GRPOConfig, world: World) -> None:
+    if not args.fp8_fsdp_all_gather:
+        return
+    if world.fsdp_version != 2:
+        strategy = {1: "FSDP1", 0: f"ZeRO-{world.zero_stage}" if world.zero_stage else "no FSDP"}[world.fsdp_version]
+        raise ValueError(
+            f"fp8_fsdp_all_gather=True with {strategy}, where nothing asks a weight how it is to be gathered. Launch "
+            "with FSDP2 (configs/accelerate/fsdp2.yaml), or set fp8_fsdp_all_gather=False."
+        )
+    if args.fp8_compile:
+        raise ValueError(
+            "fp8_fsdp_all_gather=True with fp8_compile=True: a compiled layer would take an FP8 tensor of torchao's "
+            "for a parameter, which nobody has shown to work here. Set one of them to False."
+        )
+    if world.cpu_offload:
+        raise ValueError(
+            "fp8_fsdp_all_gather=True with FSDP's offload_params: shards that are brought to the device for a gather "
+            "are copies, of which nobody has shown that their scales are kept. Set fsdp_offload_params: false in the "
+            "accelerate config, or fp8_fsdp_all_gather=False."
+        )
+    if world.loads_after_sharding:
+        raise ValueError(
+            "fp8_fsdp_all_gather=True with FSDP's cpu_ram_efficient_loading, which puts ordinary weights in the place "
+            "of those that are gathered in FP8. Set fsdp_cpu_ram_efficient_loading: false in the accelerate config, "
+            "or fp8_fsdp_all_gather=False."
         )
