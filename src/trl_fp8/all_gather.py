@@ -140,7 +140,10 @@ class GatheredFloat8Linear(SwitchableFloat8Linear):
 
 
 def _versions(weight: Tensor) -> tuple[int, int]:
-    """Counts the in-place changes of a sharded weight, as a parameter and (checkpoints) as this rank's rows."""
+    """Counts the in-place changes of a sharded weight, as a parameter and as this rank's rows.
+
+    Sees `load_state_dict`, `copy_` and optimizers in Python. Fused optimizers and `.data` change weights uncounted.
+    """
     with torch.no_grad():
         local = weight.to_local() if isinstance(weight, DTensor) else weight
     return weight._version, local._version
@@ -148,7 +151,10 @@ def _versions(weight: Tensor) -> tuple[int, int]:
 
 @torch.no_grad()
 def refresh_scales(modules: Sequence[nn.Module]) -> int:
-    """Find max |W| of the sharded layers among `modules` in one all-reduce. Collective. Returns their number."""
+    """Find max |W| of the sharded layers among `modules` in one all-reduce. Collective. Returns their number.
+
+    To be called after an optimizer step; a change that `_versions` counts is found at the next gather without it.
+    """
     layers = [m for m in modules if isinstance(m, GatheredFloat8Linear) and isinstance(m.weight, DTensor)]
     if layers:
         weights: Any = [layer.weight for layer in layers]
@@ -159,13 +165,24 @@ def refresh_scales(modules: Sequence[nn.Module]) -> int:
 
 
 class Float8ScaleCallback(TrainerCallback):
-    """Refreshes the scales where weights change: after each optimizer step, and when a run starts or was loaded."""
+    """Refreshes scales where weights change: when a run starts or was loaded, and after each optimizer step.
+
+    Args:
+        reference: a model that follows the policy (`sync_ref_model`) at the end of a step, if there is one.
+    """
+
+    def __init__(self, reference: nn.Module | None = None):
+        self.reference = reference
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         refresh_scales(list(model.modules()))
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         refresh_scales(list(model.modules()))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.reference is not None and args.sync_ref_model:
+            refresh_scales(list(self.reference.modules()))
 
 
 def check_shards(model: nn.Module, num_shards: int) -> None:

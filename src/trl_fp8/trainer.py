@@ -98,7 +98,7 @@ class FP8GRPOTrainer(PolicyHost, ReferencePrecision, WholeCheckpoints, EagerGene
             )
             if args.fp8_fsdp_all_gather:
                 check_shards(self.model, World.of(self.accelerator).num_shards)
-                self.add_callback(Float8ScaleCallback)
+                self.add_callback(Float8ScaleCallback(self.ref_model))
             if args.fp8_compile:
                 compile_layers(self.model)
             self._window.record({"fp8/num_converted_modules": float(len(self.conversion_report.converted))})
