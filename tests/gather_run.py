@@ -3,6 +3,7 @@
 Runs in a world of two processes; `shard_run.py` calls it. Says of each case whether the two were equal bit for bit.
 """
 
+import pytest
 import torch
 import torch.distributed as dist
 from conftest import VOCABULARY, build_model
@@ -123,9 +124,36 @@ def changed_weights() -> dict[str, bool]:
     reshard(other)
     other.load_state_dict(saved)
     after("load_state_dict", other)
+    with high_precision(other), pytest.raises(RuntimeError, match="Run the pass under torch.no_grad"):
+        other(ids)
+    reshard(other)
     same = zip(model.parameters(), other.parameters(), strict=True)
     found["weights are those of the state dict"] = all(torch.equal(a.full_tensor(), b.full_tensor()) for a, b in same)
     return found
+
+
+def merged_adapters() -> dict[str, bool]:
+    """TRL's weight sync under FSDP2: adapters merged into the sharded weights in place, gathered, and taken out."""
+    from peft import LoraConfig, get_peft_model
+
+    lora = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.0, init_lora_weights=False)
+    ids, seen = torch.full((2, 8), 5), []
+    for gather in (True, False):
+        torch.manual_seed(0)
+        model: nn.Module = get_peft_model(build_model(), lora)
+        convert_model(model, "tensorwise", fsdp_all_gather=gather)
+        for layer in model.base_model.model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        logits(model, ids, torch.float32)
+        reshard(model)
+        with torch.no_grad():
+            model.merge_adapter()
+            weights = [tensor.full_tensor() for tensor in model.state_dict().values()]
+            model.unmerge_adapter()
+        refresh_scales(list(model.modules()))
+        seen.append([*weights, logits(model, ids, torch.float32)])
+    return {"merged adapters": all(map(torch.equal, *seen)), "ordinary": {type(t) for t in seen[0]} == {torch.Tensor}}
 
 
 def gathered_types(model: nn.Module) -> set[torch.dtype]:
@@ -152,5 +180,5 @@ def gather_run() -> dict:
         "types": gathered_types(model),
         "collectives": collectives_per_refresh(model),
         "cases": {name: follow(case) for name, case in CASES.items()},
-        "changed": changed_weights(),
+        "changed": changed_weights() | merged_adapters(),
     }

@@ -101,21 +101,19 @@ def run(folder: Path, request: dict) -> dict:
     elif settings.get("beta"):  # TRL loads the reference from where the policy came from
         model.config._name_or_path = str(base_folder(folder))
     trainer = build_trainer(folder / request.get("folder", request["name"]), model=model, trainer=extra, **settings)
-    if request.get("sharded"):
-        trainer.accelerator.state.fsdp_plugin.set_state_dict_type("SHARDED_STATE_DICT")
     GATHERS.clear()
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     bounds = []
     end = trainer._end_generation
     trainer._end_generation = lambda: (end(), bounds.append(trainer.clip_bounds))
     resume = request.get("resume")
     trainer.train(resume_from_checkpoint=str(folder / resume) if resume else None)
     trainer.save_model(str(folder / request["name"] / "final"))
-    if request.get("sharded"):
-        trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     reference = 0 if trainer.ref_model is None else trainer.ref_model.modules()
     return {
         "bounds": bounds,
         "gathers": dict(GATHERS),
+        "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"] - graphs,
         "reference": sum(isinstance(m, SwitchableLinear) for m in reference) if reference else 0,
         "kept": trainer.conversion_report.kept if trainer.conversion_report else {},
         "report": str(trainer.conversion_report),

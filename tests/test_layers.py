@@ -41,7 +41,7 @@ ALLOWED = {
     "shadow": ({"_upstream", "compiling", "float8"}, {"torch", "transformers"}),
     "parity": ({"float8"}, {"torch"}),
     "canary": (set(), {"torch"}),
-    "weights": ({"_upstream_vllm", "canary", "config", "float8"}, {"torch"}),
+    "weights": ({"_upstream_vllm", "all_gather", "canary", "config", "float8"}, {"torch"}),
     "server_checks": ({"config", "float8", "parity"}, {"transformers"}),
     "server": (
         {"_upstream_vllm", "canary", "parity", "server_checks", "weights"},
@@ -51,7 +51,7 @@ ALLOWED = {
         {"_upstream_vllm", "canary", "config", "float8", "pairing", "parity", "server", "server_checks", "weights"},
         {"torch", "transformers", "vllm"},
     ),
-    "strategies": ({"config"}, set()),
+    "strategies": ({"config"}, {"torch"}),
     "resume": (set(), {"transformers"}),
     "checks": (
         {"callbacks", "clipping", "config", "config_checks", "strategies"},

@@ -27,10 +27,11 @@ from .float8_matmul import SwitchableFloat8Linear
 
 
 _aten = torch.ops.aten
-# By these FSDP2 cuts, pads and moves a parameter, and `nn.Parameter` and `Module.to` make a new one of it. What comes
+# By these FSDP2 cuts, pads and moves a parameter, and `nn.Parameter`, `Module.to` and `deepcopy` make a new one. What comes
 # out of any other operation is an ordinary tensor, so that optimizer states, views and saved weights are
 _KEEP_CLASS = {
     _aten.new_zeros.default,
+    _aten.new_empty.default,
     _aten.empty_like.default,
     _aten.split.Tensor,
     _aten.slice.Tensor,

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from torch.distributed.fsdp import CPUOffloadPolicy
+
 from .config import FP8GRPOConfig
 
 
@@ -16,7 +18,7 @@ class World:
         zero_stage: of DeepSpeed, 0 without.
         model_parallel: names and sizes of parallelism inside a layer or a sequence.
         num_shards: a weight is cut into, where FSDP cuts it.
-        cpu_offload: whether FSDP keeps weights in host memory.
+        cpu_offload: whether FSDP2 keeps weights in host memory.
         loads_after_sharding: whether FSDP2 replaces each sharded weight by one that rank 0 loaded.
     """
 
@@ -42,7 +44,7 @@ class World:
             zero_stage=0 if deepspeed is None else deepspeed.zero_stage,
             model_parallel=tuple(f"{name}={size}" for name in inside if (size := getattr(sizes, name, 1)) > 1),
             num_shards=shards if shards > 1 else accelerator.num_processes,
-            cpu_offload=type(getattr(fsdp, "cpu_offload", None)).__name__ == "CPUOffloadPolicy",
+            cpu_offload=isinstance(getattr(fsdp, "cpu_offload", None), CPUOffloadPolicy),
             loads_after_sharding=bool(getattr(fsdp, "cpu_ram_efficient_loading", False)),
         )
 
