@@ -18,9 +18,6 @@ from trl_fp8.float8 import convert_model, high_precision, layer_factory
 from trl_fp8.strategies import World, check_strategy
 
 
-FSDP2 = World(fsdp_version=2, num_shards=2)
-
-
 @pytest.fixture
 def linear():
     torch.manual_seed(0)
@@ -118,25 +115,26 @@ def test_uneven_shards_and_tied_weights_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("settings", "world", "message"),
+    ("world", "message"),
     [
-        ({}, World(), "with no FSDP, where nothing asks.*Launch with FSDP2"),
-        ({}, World(fsdp_version=1), "with FSDP1, where"),
-        ({}, World(zero_stage=3), "with ZeRO-3, where"),
-        ({}, World(fsdp_version=2, cpu_offload=True), "offload_params"),
-        ({}, World(fsdp_version=2, loads_after_sharding=True), "cpu_ram_efficient_loading"),
-        ({"fp8_compile": True}, FSDP2, "Set one of them to False"),
+        (World(), "with no FSDP, where nothing asks.*Launch with FSDP2"),
+        (World(fsdp_version=1), "with FSDP1, where"),
+        (World(zero_stage=3), "with ZeRO-3, where"),
+        (World(fsdp_version=2, cpu_offload=True), "offload_params"),
+        (World(fsdp_version=2, loads_after_sharding=True), "cpu_ram_efficient_loading"),
     ],
 )
-def test_worlds_that_cannot_gather_in_fp8_are_refused(settings, world, message, tmp_path):
-    settings = {"fp8_recipe": "tensorwise", "fp8_fsdp_all_gather": True, "use_cpu": True, **settings}
+def test_worlds_that_cannot_gather_in_fp8_are_refused(world, message, tmp_path):
+    settings = {"fp8_recipe": "tensorwise", "fp8_fsdp_all_gather": True, "use_cpu": True}
     with pytest.raises(ValueError, match=message):
         check_strategy(FP8GRPOConfig(str(tmp_path), **settings), world)
 
 
 def test_fsdp2_with_fp8_gathers_is_let_through_and_one_process_is_not(tmp_path):
     settings = {"fp8_recipe": "tensorwise", "fp8_fsdp_all_gather": True}
-    check_strategy(FP8GRPOConfig(str(tmp_path), use_cpu=True, **settings), FSDP2)
+    for compiled in (False, True):
+        args = FP8GRPOConfig(str(tmp_path), use_cpu=True, fp8_compile=compiled, **settings)
+        check_strategy(args, World(fsdp_version=2, num_shards=2))
     with pytest.raises(ValueError, match="with no FSDP"):
         build_trainer(tmp_path, **settings)
 

@@ -57,6 +57,7 @@ PAIRS = {  # trained twice, with weights gathered in FP8 and in BF16
     "lora": {"lora": LORA, "settings": {"beta": 0.1}},
     "reference": {"path": True, "settings": SYNCED},
     "checkpointed": {"settings": {"max_steps": 4, **CHECKPOINTED}},
+    "compiled": {"settings": {"max_steps": 4, "fp8_compile": True, "gradient_checkpointing": False}},
     "bf16-masters": {"path": True, "settings": {"max_steps": 4, "model_init_kwargs": {"dtype": "bfloat16"}}},
 }
 GATHERED = {
@@ -93,21 +94,23 @@ def launch(strategy, requests, folder):
     return [torch.load(path, weights_only=False) for path in sorted(folder.glob("rank*.pt"))]
 
 
+def group(strategy, name):
+    """Runs of one group share a launch."""
+    return "fast" if name in FAST.get(strategy, ()) else "gathers" if name in GATHERED else "slow"
+
+
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory):
     """`runs(strategy, name)`: what each rank saw, and the folder. One launch per strategy and set of runs."""
     done = {}
 
     def get(strategy, name):
-        every = SHARDED if strategy == "fsdp2-sharded" else {**FIXED, **OWN}
-        if strategy == "fsdp2":
-            every |= GATHERED
+        every = SHARDED if strategy == "fsdp2-sharded" else {**FIXED, **OWN, **GATHERED}
         if strategy == "one":  # apart, since the fast cells need one run only
             names = ("rowwise-full",) if name == "rowwise-full" else tuple(n for n in FIXED if n != "rowwise-full")
         else:
-            fast = name in FAST.get(strategy, ())
             wanted = (n for n in every if (strategy, n) not in REFUSED)
-            names = tuple(n for n in wanted if (n in FAST.get(strategy, ())) == fast)
+            names = tuple(n for n in wanted if group(strategy, n) == group(strategy, name))
         if (strategy, names) not in done:
             folder = tmp_path_factory.mktemp(f"{strategy}-{len(names)}")
             done[strategy, names] = launch(strategy, [every[n] for n in names], folder), folder
@@ -255,6 +258,7 @@ def test_weights_gathered_in_fp8_change_no_bit_of_a_run(kind, runs):
         assert num_gathers >= 14 * 4 * 2  # layers, steps, forward and backward
         assert rank["gathers"] == {"gathers": num_gathers, "torch.float8_e4m3fn": num_gathers, "stale": 0}
     assert theirs["gathers"] == {}
+    assert (ours["graphs"] > 0) == (kind == "compiled")
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ holds the contract of every one.
 """
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -163,7 +163,7 @@ def gathered_weight(
     if out is not None:
         out._scale = scale
         return None
-    weight = Float8TrainingTensor(data, scale, dtype, mm_config, gemm_input_role=GemmInputRole.WEIGHT)
+    weight = cast(Any, Float8TrainingTensor)(data, scale, dtype, mm_config, GemmInputRole.WEIGHT)
     return weight, (data,)
 
 

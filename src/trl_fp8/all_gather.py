@@ -14,7 +14,7 @@ Only one scale per weight can be known before the weight is whole, so the recipe
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +27,8 @@ from .float8_matmul import SwitchableFloat8Linear
 
 
 _aten = torch.ops.aten
-# By these FSDP2 cuts, pads and moves a parameter, and `nn.Parameter`, `Module.to` and `deepcopy` make a new one. What comes
-# out of any other operation is an ordinary tensor, so that optimizer states, views and saved weights are
+# By these FSDP2 cuts, pads and moves a parameter; `nn.Parameter`, `Module.to` and `deepcopy` make a new one. All other
+# operations give ordinary tensors, so that optimizer states, views and what is saved are ordinary
 _KEEP_CLASS = {
     _aten.new_zeros.default,
     _aten.new_empty.default,
@@ -50,11 +50,11 @@ class Float8Shard(Tensor):
     without rounding first.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = cast(Any, torch._C._disabled_torch_function_impl)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        output = super().__torch_dispatch__(func, types, args, kwargs or {})
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None) -> Any:
+        output = cast(Any, super()).__torch_dispatch__(func, types, args, kwargs or {})
         if func not in _KEEP_CLASS:
             return output
         if isinstance(output, Sequence):
@@ -83,7 +83,7 @@ class GatheredFloat8Linear(SwitchableFloat8Linear):
 
     _amax: Tensor | None = None
     _amax_versions: tuple[int, int] | None = None  # of the weight that had this maximum
-    _sharded: tuple[DTensor, ...] = ()  # in a tuple, so that it is no second parameter
+    _sharded: tuple[Any, ...] = ()  # in a tuple, so that it is no second parameter
 
     @classmethod
     def from_float(cls, mod: nn.Linear, config: Float8LinearConfig | None = None) -> "GatheredFloat8Linear":

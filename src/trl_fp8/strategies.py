@@ -109,11 +109,6 @@ def _check_all_gather(args: FP8GRPOConfig, world: World) -> None:
             f"fp8_fsdp_all_gather=True with {strategy}, where nothing asks a weight how it is to be gathered. Launch "
             "with FSDP2 (configs/accelerate/fsdp2.yaml), or set fp8_fsdp_all_gather=False."
         )
-    if args.fp8_compile:
-        raise ValueError(
-            "fp8_fsdp_all_gather=True with fp8_compile=True: a compiled layer would take an FP8 tensor of torchao's "
-            "for a parameter, which nobody has shown to work here. Set one of them to False."
-        )
     if world.cpu_offload:
         raise ValueError(
             "fp8_fsdp_all_gather=True with FSDP's offload_params: shards that are brought to the device for a gather "
