@@ -96,7 +96,7 @@ def follow(case: dict, steps: int = 2) -> dict[str, bool]:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        refresh_scales(list(pair[0].modules()))
+        refresh_scales(pair[0].modules())
         equal["amax"] &= scales_are_fresh(pair[0])
     return equal
 
@@ -124,11 +124,10 @@ def changed_weights() -> dict[str, bool]:
     reshard(other)
     other.load_state_dict(saved)
     after("load_state_dict", other)
-    with high_precision(other), pytest.raises(RuntimeError, match="Run the pass under torch.no_grad"):
-        other(ids)
-    reshard(other)
     same = zip(model.parameters(), other.parameters(), strict=True)
     found["weights are those of the state dict"] = all(torch.equal(a.full_tensor(), b.full_tensor()) for a, b in same)
+    with high_precision(other), pytest.raises(RuntimeError, match="Run the pass under torch.no_grad"):
+        other(ids)
     return found
 
 
@@ -151,33 +150,42 @@ def merged_adapters() -> dict[str, bool]:
             model.merge_adapter()
             weights = [tensor.full_tensor() for tensor in model.state_dict().values()]
             model.unmerge_adapter()
-        refresh_scales(list(model.modules()))
+        refresh_scales(model.modules())
         seen.append([*weights, logits(model, ids, torch.float32)])
     return {"merged adapters": all(map(torch.equal, *seen)), "ordinary": {type(t) for t in seen[0]} == {torch.Tensor}}
 
 
-def gathered_types(model: nn.Module) -> set[torch.dtype]:
-    """Types in which the weights of the first decoder layer's linears travel."""
-    groups = model.model.layers[0]._get_fsdp_state()._fsdp_param_groups
-    names = ("_proj.weight",)
-    parameters = [p for group in groups for p in group.fsdp_params if p._param_fqn.endswith(names)]
-    return {output.dtype for parameter in parameters for output in parameter.all_gather_outputs}
+def gathered_memory(model: nn.Module) -> dict[torch.dtype, int]:
+    """Bytes that gathered linear weights of the decoder layers take on this rank, by the type they travelled in."""
+    found = {}
+    for layer in model.model.layers:
+        for group in layer._get_fsdp_state()._fsdp_param_groups:
+            for parameter in group.fsdp_params:
+                if parameter._param_fqn.endswith("_proj.weight"):
+                    for output in parameter.all_gather_outputs:
+                        found[output.dtype] = found.get(output.dtype, 0) + output.untyped_storage().size()
+    return found
 
 
 def collectives_per_refresh(model: nn.Module) -> int:
     with torch.profiler.profile() as profile:
-        assert refresh_scales(list(model.modules())) == 14
+        assert refresh_scales(model.modules()) == 14
     return sum(event.count for event in profile.key_averages() if event.key == "gloo:all_reduce")
 
 
 def gather_run() -> dict:
     """Everything above, as `{case: {what: equal}}` and single values."""
     model = build({}, "gathered")
-    ids = torch.full((2, 8), 5)
+    ids, seen = torch.full((2, 8), 5), []
+    hook = model.model.layers[0].mlp.register_forward_hook(lambda *_: seen.append(gathered_memory(model)))
     with torch.autocast("cpu", torch.bfloat16):
-        model(ids, labels=ids).loss.backward()
+        loss = model(ids, labels=ids).loss
+    hook.remove()
+    seen.append(gathered_memory(model))
+    loss.backward()
     return {
-        "types": gathered_types(model),
+        "in the first layer": seen[0],
+        "before the backward pass": seen[1],
         "collectives": collectives_per_refresh(model),
         "cases": {name: follow(case) for name, case in CASES.items()},
         "changed": changed_weights() | merged_adapters(),

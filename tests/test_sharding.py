@@ -284,7 +284,9 @@ def test_fp8_gathers_are_what_the_bf16_weight_gives_and_the_reference_is_the_unc
     """Without a trainer (`gather_run.py`): each case, weights moved by two steps, everything equal bit for bit."""
     ranks, _ = runs("fsdp2", "gathers")
     for rank in ranks:
-        assert rank["types"] == {torch.float8_e4m3fn}
+        # The 36,864 weights of one decoder layer, a byte each; after the forward pass nothing is held
+        assert rank["in the first layer"] == {torch.float8_e4m3fn: 36864}
+        assert rank["before the backward pass"] == {torch.float8_e4m3fn: 0}
         assert rank["collectives"] == 1
         unequal = {(name, what) for name, case in rank["cases"].items() for what, equal in case.items() if not equal}
         assert unequal == set()

@@ -13,7 +13,7 @@ Only one scale per weight can be known before the weight is whole, so the recipe
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -83,6 +83,9 @@ class GatheredFloat8Linear(SwitchableFloat8Linear):
 
     _amax: Tensor | None = None
     _amax_versions: tuple[int, int] | None = None  # of the weight that had this maximum
+    # Kept until the weight changes: FSDP2 gathers on a stream of its own, on which the memory of a scale that was
+    # dropped after each gather could be written to while a matmul still reads it
+    _scale: Tensor | None = None
     _sharded: tuple[Any, ...] = ()  # in a tuple, so that it is no second parameter
 
     @classmethod
@@ -94,7 +97,7 @@ class GatheredFloat8Linear(SwitchableFloat8Linear):
 
     def remember_amax(self, amax: Tensor) -> None:
         """`amax` `()`, FP32, is max |W| over all ranks of the weight as it is now."""
-        self._amax, self._amax_versions = amax, _versions(self.weight)
+        self._amax, self._amax_versions, self._scale = amax, _versions(self.weight), None
 
     def quantize_shard(self, shard: Tensor, dtype: torch.dtype) -> tuple[tuple[Tensor], tuple[Tensor, Any]]:
         """Rows of the weight in FP8, and (scale `()`, matmul configuration). Collective where the weight has changed.
@@ -110,9 +113,10 @@ class GatheredFloat8Linear(SwitchableFloat8Linear):
             refresh_scales([self])
         assert self._amax is not None
         target = self.config.cast_config_weight.target_dtype
-        scale = amax_to_scale(self._amax.to(dtype), target, self.config.round_scales_to_power_of_2)
+        if self._scale is None:
+            self._scale = amax_to_scale(self._amax.to(dtype), target, self.config.round_scales_to_power_of_2)
         rows = shard.view_as(shard).to(dtype)
-        return quantize_shard(rows, scale, target, self.linear_mm_config)
+        return quantize_shard(rows, self._scale, target, self.linear_mm_config)
 
     def forward(self, input: Tensor) -> Tensor:
         if not isinstance(self.weight, Float8TrainingTensor):
@@ -151,7 +155,7 @@ def _versions(weight: Tensor) -> tuple[int, int]:
 
 
 @torch.no_grad()
-def refresh_scales(modules: Sequence[nn.Module]) -> int:
+def refresh_scales(modules: Iterable[nn.Module]) -> int:
     """Find max |W| of the sharded layers among `modules` in one all-reduce. Collective. Returns their number.
 
     To be called after an optimizer step; a change that `_versions` counts is found at the next gather without it.
@@ -176,14 +180,14 @@ class Float8ScaleCallback(TrainerCallback):
         self.reference = reference
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        refresh_scales(list(model.modules()))
+        refresh_scales(model.modules())
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        refresh_scales(list(model.modules()))
+        refresh_scales(model.modules())
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.reference is not None and args.sync_ref_model:
-            refresh_scales(list(self.reference.modules()))
+            refresh_scales(self.reference.modules())
 
 
 def check_shards(model: nn.Module, num_shards: int) -> None:

@@ -72,7 +72,7 @@ class SyncedEngine(_upstream_vllm.VLLMGeneration):
         try:
             with torch.no_grad(), contextlib.closing(self._stream(sent)) as stream:
                 self.send(stream)
-            refresh_scales(list(self.model.modules()))  # TRL merges adapters in place and takes them out with rounding
+            refresh_scales(self.model.modules())  # TRL merges adapters in place and takes them out with rounding
             canary = self.canary.check(self.model, self.score, self.accelerator)
         except BaseException as error:
             self._unusable = error
