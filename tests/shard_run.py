@@ -15,14 +15,16 @@ from pathlib import Path
 
 import torch
 from conftest import VOCABULARY, build_dataset, build_model, build_moe, build_trainer
+from gather_run import gather_run
 from trl.trainer import grpo_trainer
 
-from trl_fp8 import compiling
+from trl_fp8 import all_gather, compiling
 from trl_fp8 import trainer as trainer_module
 from trl_fp8.switchable import SwitchableLinear
 
 
 WORLD = 2
+GATHERS = Counter()  # what `watch_gathers` saw in the run at hand
 SETTINGS = {
     "calibration_interval": 1,
     "max_steps": 8,  # two generation batches of four optimizer steps
@@ -63,6 +65,21 @@ def split_as_two_ranks(batch: dict) -> dict:
     return {key: permuted(value) for key, value in batch.items()}
 
 
+def watch_gathers(seen: dict) -> None:
+    """Record of every FP8 gather its dtype, and whether its scale is that of the weight as it is at that moment."""
+
+    def watched(layer, shard, dtype):
+        (data,), (scale, config) = quantize(layer, shard, dtype)
+        fresh = torch.finfo(data.dtype).max / layer.weight.full_tensor().to(dtype).abs().max().double()
+        seen["gathers"] += 1
+        seen["stale"] += int(scale != fresh.float())
+        seen[str(data.dtype)] += 1
+        return (data,), (scale, config)
+
+    quantize = all_gather.GatheredFloat8Linear.quantize_shard
+    all_gather.GatheredFloat8Linear.quantize_shard = watched
+
+
 def base_folder(folder: Path) -> Path:
     return folder / f"base{os.environ.get('RANK', 0)}"
 
@@ -84,6 +101,8 @@ def run(folder: Path, request: dict) -> dict:
     elif settings.get("beta"):  # TRL loads the reference from where the policy came from
         model.config._name_or_path = str(base_folder(folder))
     trainer = build_trainer(folder / request.get("folder", request["name"]), model=model, trainer=extra, **settings)
+    GATHERS.clear()
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     bounds = []
     end = trainer._end_generation
     trainer._end_generation = lambda: (end(), bounds.append(trainer.clip_bounds))
@@ -93,6 +112,8 @@ def run(folder: Path, request: dict) -> dict:
     reference = 0 if trainer.ref_model is None else trainer.ref_model.modules()
     return {
         "bounds": bounds,
+        "gathers": dict(GATHERS),
+        "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"] - graphs,
         "reference": sum(isinstance(m, SwitchableLinear) for m in reference) if reference else 0,
         "kept": trainer.conversion_report.kept if trainer.conversion_report else {},
         "report": str(trainer.conversion_report),
@@ -107,7 +128,11 @@ def main(folder: Path, requests: list[dict]) -> None:
         base_folder(folder)
     )  # before there is a world, in which only rank 0 writes
     shuffle, results = grpo_trainer.shuffle_sequence_dict, {}
+    watch_gathers(GATHERS)
     for request in requests:
+        if request.get("parity"):
+            results[request["name"]] = gather_run()
+            continue
         # Graphs are traced and differentiated as ever, and not turned into C++, which takes minutes
         trainer_module.compile_layers = partial(compiling.compile_layers, backend="aot_eager")
         grpo_trainer.shuffle_sequence_dict = split_as_two_ranks if request.get("fixed") else shuffle

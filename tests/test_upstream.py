@@ -106,6 +106,43 @@ def test_torchao_names():
     assert hasattr(layer, "linear_mm_config")
 
 
+def test_torchao_names_of_the_fp8_gather():
+    assert list(inspect.signature(_upstream.amax_to_scale).parameters) == [
+        *("amax", "float8_dtype", "round_scales_to_power_of_2"),
+    ]
+    layer = _upstream.Float8Linear.from_float(
+        nn.Linear(16, 16), config=_upstream.Float8LinearConfig.from_recipe_name("tensorwise")
+    )
+    weight = torch.randn(16, 16)
+    scale = _upstream.amax_to_scale(weight.abs().max(), torch.float8_e4m3fn)
+    sent, metadata = _upstream.quantize_shard(weight, scale, torch.float8_e4m3fn, layer.linear_mm_config)
+    assert [tensor.dtype for tensor in sent] == [torch.float8_e4m3fn]
+    gathered, inner = _upstream.gathered_weight(sent, metadata, torch.bfloat16, None)
+    assert type(gathered) is _upstream.Float8TrainingTensor
+    assert gathered.dtype == torch.bfloat16
+    assert [tensor.data_ptr() for tensor in inner] == [sent[0].data_ptr()]
+    assert _upstream.gathered_weight(sent, (scale * 2, metadata[1]), torch.bfloat16, gathered) is None
+    assert torch.equal(gathered.to_original_precision(), (sent[0].float() / (scale * 2)).to(torch.bfloat16))
+
+
+def test_torchao_s_own_shards_still_have_no_subclass_and_fsdp2_asks_as_ours_answer():
+    """When the first fails, torchao may round and scale as we need: drop `Float8Shard`."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+    from torchao.float8 import fsdp_utils
+
+    from trl_fp8.all_gather import Float8Shard
+
+    source = inspect.getsource(fsdp_utils.WeightWithDynamicFloat8CastTensor)
+    assert "lambda x: WeightWithDynamicFloat8CastTensor(x, mm_config, dtype)" in source
+    assert "round_scales_to_power_of_2" not in inspect.getsource(fsdp_utils)
+    asked = inspect.getsource(FSDPParam)
+    for name in ("mesh", "outer_size", "outer_stride", "module", "mp_policy"):
+        assert name in inspect.signature(Float8Shard.fsdp_pre_all_gather).parameters
+    assert "num_fn_params not in (1, 5)" in asked
+    assert "self._module_info.module," in asked
+    assert "out=self._unsharded_param" in asked
+
+
 def test_stock_float8_linear_still_needs_our_forward():
     """When this fails, torchao casts the weight as autocast does: drop the cast in `SwitchableFloat8Linear`."""
     config = dataclasses.replace(_upstream.Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp"), emulate=True)

@@ -5,7 +5,7 @@ holds the contract of every one.
 """
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,15 @@ from torchao.float8.float8_linear_utils import swap_linear_layers
 # torchao 0.18: the table its FP8 tensors dispatch by, to give emulated matmuls a faster decoding (`emulation.py`).
 # Delete when torch casts FP8 to FP32 in vectors on CPUs.
 from torchao.float8.float8_ops import FLOAT8_OPS_TABLE
-from torchao.float8.float8_training_tensor import choose_scaled_mm_config
+from torchao.float8.float8_training_tensor import (
+    Float8TrainingTensor,
+    GemmInputRole,
+    choose_scaled_mm_config,
+    hp_tensor_and_scale_to_float8,
+)
+
+# torchao 0.18: from max |X| to its scale, for weights of which a rank holds a part. Delete with `quantize_shard`.
+from torchao.float8.float8_utils import amax_to_scale
 
 # transformers 5.24: what deletes old checkpoints. Delete when transformers writes them atomically.
 from transformers.trainer_utils import rotate_checkpoints
@@ -36,13 +44,17 @@ __all__ = [
     "TRL_OVERRIDES",
     "Float8Linear",
     "Float8LinearConfig",
+    "Float8TrainingTensor",
     "adapter_modules",
+    "amax_to_scale",
     "blockwise_kernels",
     "blockwise_matmul",
     "choose_scaled_mm_config",
     "disable_gradient_checkpointing",
+    "gathered_weight",
     "matmul_with_hp_or_float8_args",
     "module_hooks",
+    "quantize_shard",
     "rotate_checkpoints",
     "swap_linear_layers",
 ]
@@ -129,6 +141,30 @@ def blockwise_matmul(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     Delete when torchao skips frozen weights.
     """
     return _blockwise_function().apply(x, weight, 128, dtype, False)
+
+
+def quantize_shard(
+    rows: Tensor, scale: Tensor, dtype: torch.dtype, mm_config: Any
+) -> tuple[tuple[Tensor], tuple[Tensor, Any]]:
+    """Rows of a weight in FP8, as what FSDP2 gathers and the metadata of [`gathered_weight`].
+
+    torchao 0.18, `float8/fsdp_utils.py`, whose tensor class names itself in every operation and so has no subclasses.
+    Delete both when it rounds to the compute dtype first and precomputes power-of-two scales.
+    """
+    quantized = hp_tensor_and_scale_to_float8(rows, scale, dtype, mm_config, GemmInputRole.WEIGHT)
+    return (quantized._data,), (scale, mm_config)
+
+
+def gathered_weight(
+    gathered: tuple[Tensor], metadata: tuple[Tensor, Any], dtype: torch.dtype, out: Any
+) -> tuple[Tensor, tuple[Tensor]] | None:
+    """An FP8 tensor on `gathered` for FSDP2, or the new scale for the one that is on it already (`out`)."""
+    (data,), (scale, mm_config) = gathered, metadata
+    if out is not None:
+        out._scale = scale
+        return None
+    weight = cast(Any, Float8TrainingTensor)(data, scale, dtype, mm_config, GemmInputRole.WEIGHT)
+    return weight, (data,)
 
 
 def adapter_modules(model: nn.Module) -> set[int]:

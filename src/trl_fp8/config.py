@@ -36,7 +36,8 @@ class FP8GRPOConfig(GRPOConfig):
             Compile each decoder layer, what makes FP8 faster than BF16 on a GPU. Shadow passes and generation run
             eagerly.
         fp8_fsdp_all_gather (`bool`, defaults to `False`):
-            Gather weights in FP8 under FSDP2. Refused: the reference pass needs them in BF16.
+            Gather weights in FP8 under FSDP2, half the bytes; `fp8_recipe="tensorwise"` only. Shadow passes gather the
+            BF16 weights as well, one layer at a time.
         ref_precision (`str`, defaults to `"bf16"`):
             Precision of the reference model where `beta` > 0: `"bf16"` for its own (the policy without its adapter
             then runs in the run's own precision too), or `"same"` for the policy's FP8. Chosen by us.
@@ -117,7 +118,8 @@ class FP8GRPOConfig(GRPOConfig):
     )
     fp8_compile: bool = field(default=False, metadata={"help": "Compile each decoder layer, which FP8 needs to pay."})
     fp8_fsdp_all_gather: bool = field(
-        default=False, metadata={"help": "Gather weights in FP8 under FSDP2. Refused: the reference needs BF16."}
+        default=False,
+        metadata={"help": "Gather weights in FP8 under FSDP2, half the bytes ('tensorwise' only)."},
     )
     ref_precision: Literal["bf16", "same"] = field(
         default="bf16",

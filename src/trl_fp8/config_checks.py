@@ -97,11 +97,11 @@ def check_values(args: "FP8GRPOConfig", own_fields: Iterable[str]) -> None:
             "would compare never or stop at the first sync. Set an interval >= 0 (0: off) and a jump > 1."
         )
     args.clip_search.check_start(args.clip_lower_init, args.clip_upper_init)
-    if args.fp8_fsdp_all_gather:
+    if args.fp8_fsdp_all_gather and args.fp8_recipe != "tensorwise":
         raise ValueError(
-            "fp8_fsdp_all_gather=True lets only FP8 weights reach a layer (torchao 0.18 gathers one format), so the "
-            "BF16 reference pass has none to read, and the FP32 masters are quantised where the rollout quantises "
-            "their BF16 values. Leave it False: FSDP2 then gathers BF16, twice the bytes."
+            f"fp8_fsdp_all_gather=True with fp8_recipe={args.fp8_recipe!r}: FP8 is gathered with one scale for the "
+            "whole weight, and this recipe has none or others. Set fp8_recipe='tensorwise', or "
+            "fp8_fsdp_all_gather=False: FSDP2 then gathers BF16, twice the bytes."
         )
 
 

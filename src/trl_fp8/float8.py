@@ -25,16 +25,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ._upstream import (
-    Float8Linear,
-    Float8LinearConfig,
-    adapter_modules,
-    module_hooks,
-    swap_linear_layers,
-)
+from ._upstream import Float8Linear, Float8LinearConfig, adapter_modules, module_hooks, swap_linear_layers
+from .all_gather import GatheredFloat8Linear
 from .blockwise import BlockwiseConfig, BlockwiseLinear
 from .emulation import speed_up_emulated_matmuls
-from .float8_matmul import Float8Matmul
+from .float8_matmul import SwitchableFloat8Linear
 from .switchable import SwitchableLinear
 
 
@@ -42,13 +37,6 @@ RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise")
 # FP8 matmuls take feature dimensions that are multiples of this
 FEATURE_MULTIPLE = 16
 _ROUTER_NAMES = {"gate", "router", "router_gate", "shared_expert_gate"}
-
-
-class SwitchableFloat8Linear(SwitchableLinear, Float8Linear):
-    """TorchAO's `Float8Linear`; its own forward quantises the FP32 master and reads one autocast dtype everywhere."""
-
-    def quantized_matmul(self, rows: Tensor, weight: Tensor) -> Tensor:
-        return Float8Matmul.apply(rows, weight, self.linear_mm_config, self.config)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,8 +69,11 @@ class ConversionReport:
         return "\n".join(lines)
 
 
-def layer_factory(recipe: str, scale_rounding: str, emulate: bool) -> Callable[[nn.Linear], nn.Linear]:
+def layer_factory(
+    recipe: str, scale_rounding: str, emulate: bool, fsdp_all_gather: bool = False
+) -> Callable[[nn.Linear], nn.Linear]:
     """What turns a linear layer into the FP8 layer of `recipe`, in the same training mode."""
+    kind = GatheredFloat8Linear if fsdp_all_gather else SwitchableFloat8Linear
     if emulate:
         speed_up_emulated_matmuls()
 
@@ -90,7 +81,7 @@ def layer_factory(recipe: str, scale_rounding: str, emulate: bool) -> Callable[[
         if recipe == "blockwise":
             layer = BlockwiseLinear.from_float(linear, BlockwiseConfig(emulate, scale_rounding == "power_of_2"))
         else:
-            layer = SwitchableFloat8Linear.from_float(linear, config=float8_config(recipe, scale_rounding, emulate))
+            layer = kind.from_float(linear, config=float8_config(recipe, scale_rounding, emulate))
         # On the instance from the start: a graph that was compiled while only the class had it is compiled again
         layer.high_precision = False
         return layer.train(linear.training)
@@ -114,6 +105,7 @@ def convert_model(
     exclude: Sequence[str] = (),
     scale_rounding: str = "none",
     emulate: bool = True,
+    fsdp_all_gather: bool = False,
 ) -> ConversionReport:
     """Swap the linear layers of `model` for FP8 ones, in place. Parameters keep their identity and their names.
 
@@ -125,6 +117,8 @@ def convert_model(
             FP8 kernels cannot take are always kept.
         scale_rounding: `"none"` or `"power_of_2"`.
         emulate: see [`~trl_fp8.kernels.resolve_emulation`].
+        fsdp_all_gather: whether FSDP2 will gather weights in FP8 (tensorwise). The weights are then new parameters on
+            the same memory.
 
     Returns:
         [`ConversionReport`]
@@ -153,7 +147,7 @@ def convert_model(
     for name in converted:
         _refuse_hooked(name, linears[name])
 
-    names, from_float = set(converted), layer_factory(recipe, scale_rounding, emulate)
+    names, from_float = set(converted), layer_factory(recipe, scale_rounding, emulate, fsdp_all_gather)
     swap_linear_layers(model, from_float, module_filter_fn=lambda module, name: name in names)
     return ConversionReport(
         recipe=recipe,

@@ -14,7 +14,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ._upstream import matmul_with_hp_or_float8_args
+from ._upstream import Float8Linear, matmul_with_hp_or_float8_args
+from .switchable import SwitchableLinear
 
 
 # Columns of the input that stand for all of it where the weight is frozen: as few as a kernel takes
@@ -40,3 +41,10 @@ class Float8Matmul(torch.autograd.Function):
         )
         grad_rows, grad_weight_t, *_ = matmul_with_hp_or_float8_args.backward(cast(Any, saved), *grad_outputs)
         return grad_rows, grad_weight_t.t() if ctx.needs_input_grad[1] else None, None, None
+
+
+class SwitchableFloat8Linear(SwitchableLinear, Float8Linear):
+    """TorchAO's `Float8Linear`; its own forward quantises the FP32 master and reads one autocast dtype everywhere."""
+
+    def quantized_matmul(self, rows: Tensor, weight: Tensor) -> Tensor:
+        return Float8Matmul.apply(rows, weight, self.linear_mm_config, self.config)

@@ -47,6 +47,7 @@ class ReferencePrecision(_Base):
                 exclude=args.fp8_exclude_modules or (),
                 scale_rounding=args.fp8_scale_rounding,
                 emulate=self._emulated,
+                fsdp_all_gather=args.fp8_fsdp_all_gather,
             )
         self._ref_model = model
 

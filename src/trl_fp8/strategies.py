@@ -4,6 +4,8 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from torch.distributed.fsdp import CPUOffloadPolicy
+
 from .config import FP8GRPOConfig
 
 
@@ -19,6 +21,9 @@ class World:
         model_parallel: names and sizes of parallelism inside a layer or a sequence.
         kind: accelerate's name.
         num_processes: of the run.
+        num_shards: a weight is cut into, where FSDP cuts it.
+        cpu_offload: whether FSDP2 keeps weights in host memory.
+        loads_after_sharding: whether FSDP2 replaces each sharded weight by one that rank 0 loaded.
     """
 
     fsdp_version: int = 0
@@ -28,12 +33,15 @@ class World:
     model_parallel: tuple[str, ...] = ()
     kind: str = "NO"
     num_processes: int = 1
+    num_shards: int = 1
+    cpu_offload: bool = False
+    loads_after_sharding: bool = False
 
     def __str__(self) -> str:
-        sharding = [f"FSDP{self.fsdp_version}"] * bool(self.fsdp_version) + [
-            f"ZeRO-{self.zero_stage}"
-        ] * self.deepspeed
-        return f"{self.num_processes} processes ({', '.join(sharding) or 'DDP'})" if self.num_processes > 1 else ""
+        if self.num_processes == 1:
+            return ""
+        zero = f"ZeRO-{self.zero_stage}" if self.deepspeed else "DDP"
+        return f"{self.num_processes} processes ({f'FSDP{self.fsdp_version}' if self.fsdp_version else zero})"
 
     @classmethod
     def of(cls, accelerator: Any) -> "World":
@@ -42,6 +50,7 @@ class World:
         deepspeed = accelerator.state.deepspeed_plugin
         sizes = accelerator.parallelism_config
         inside = ("tp_size", "cp_size", "sp_size")
+        shards = getattr(sizes, "dp_shard_size", 1)
         return cls(
             fsdp_version=0 if fsdp is None else fsdp.fsdp_version,
             fsdp_checkpointing=fsdp is not None and bool(fsdp.activation_checkpointing),
@@ -50,6 +59,9 @@ class World:
             model_parallel=tuple(f"{name}={size}" for name in inside if (size := getattr(sizes, name, 1)) > 1),
             kind=accelerator.distributed_type.value,
             num_processes=accelerator.num_processes,
+            num_shards=shards if shards > 1 else accelerator.num_processes,
+            cpu_offload=isinstance(getattr(fsdp, "cpu_offload", None), CPUOffloadPolicy),
+            loads_after_sharding=bool(getattr(fsdp, "cpu_ram_efficient_loading", False)),
         )
 
 
@@ -60,6 +72,7 @@ def check_strategy(args: FP8GRPOConfig, world: World) -> None:
         ValueError: naming the setting, the reason and what to do.
     """
     _check_compile(args, world)
+    _check_all_gather(args, world)
     if args.fp8_recipe == "none":
         return
     _check_launched(world)
@@ -114,4 +127,27 @@ def _check_compile(args: FP8GRPOConfig, world: World) -> None:
         raise ValueError(
             "fp8_compile=True with DeepSpeed ZeRO-3, whose hooks gather each linear's weight inside the layer and "
             "break its graph there. Use FSDP2 (configs/accelerate/fsdp2.yaml) or ZeRO-2, or set fp8_compile=False."
+        )
+
+
+def _check_all_gather(args: FP8GRPOConfig, world: World) -> None:
+    if not args.fp8_fsdp_all_gather:
+        return
+    if world.fsdp_version != 2:
+        strategy = {1: "FSDP1", 0: f"ZeRO-{world.zero_stage}" if world.zero_stage else "no FSDP"}[world.fsdp_version]
+        raise ValueError(
+            f"fp8_fsdp_all_gather=True with {strategy}, where nothing asks a weight how it is to be gathered. Launch "
+            "with FSDP2 (configs/accelerate/fsdp2.yaml), or set fp8_fsdp_all_gather=False."
+        )
+    if world.cpu_offload:
+        raise ValueError(
+            "fp8_fsdp_all_gather=True with FSDP's offload_params: shards that are brought to the device for a gather "
+            "are copies, of which nobody has shown that their scales are kept. Set fsdp_offload_params: false in the "
+            "accelerate config, or fp8_fsdp_all_gather=False."
+        )
+    if world.loads_after_sharding:
+        raise ValueError(
+            "fp8_fsdp_all_gather=True with FSDP's cpu_ram_efficient_loading, which puts ordinary weights in the place "
+            "of those that are gathered in FP8. Set fsdp_cpu_ram_efficient_loading: false in the accelerate config, "
+            "or fp8_fsdp_all_gather=False."
         )

@@ -17,6 +17,10 @@ class SwitchableLinear(nn.Linear):
         """`rows` `(M, K)`, M > 0, times `weight` `(N, K)` through FP8, both in the dtype to compute in: `(M, N)`."""
         raise NotImplementedError
 
+    def unquantized_matmul(self, rows: Tensor, weight: Tensor) -> Tensor:
+        """The same without a token, which leaves nothing to scale; all gradients are zeros."""
+        return rows @ weight.t()
+
     def forward(self, input: Tensor) -> Tensor:
         if self.high_precision:
             return nn.Linear.forward(self, input)
@@ -25,7 +29,6 @@ class SwitchableLinear(nn.Linear):
             dtype = torch.get_autocast_dtype(input.device.type)
             input, weight = input.to(dtype), weight.to(dtype)
         rows = input.reshape(-1, input.shape[-1])
-        # Without a token there is nothing to scale, and all gradients are zeros
-        output = self.quantized_matmul(rows, weight) if rows.shape[0] else rows @ weight.t()
-        output = output.reshape(*input.shape[:-1], weight.shape[0])
+        matmul = self.quantized_matmul if rows.shape[0] else self.unquantized_matmul
+        output = matmul(rows, weight).reshape(*input.shape[:-1], weight.shape[0])
         return output if self.bias is None else output + self.bias.to(output.dtype)

@@ -10,6 +10,7 @@ from trl import GRPOTrainer
 
 from . import checks, kernels, rollout
 from .alarms import mismatch_alarms
+from .all_gather import Float8ScaleCallback, check_shards
 from .checkpoints import WholeCheckpoints
 from .clipping import ClipStatistics, importance_weight
 from .compiling import EagerGeneration, compile_layers
@@ -93,7 +94,11 @@ class FP8GRPOTrainer(PolicyHost, ReferencePrecision, WholeCheckpoints, EagerGene
                 exclude=args.fp8_exclude_modules or (),
                 scale_rounding=args.fp8_scale_rounding,
                 emulate=self._emulated,
+                fsdp_all_gather=args.fp8_fsdp_all_gather,
             )
+            if args.fp8_fsdp_all_gather:
+                check_shards(self.model, World.of(self.accelerator).num_shards)
+                self.add_callback(Float8ScaleCallback(self.ref_model))
             if args.fp8_compile:
                 compile_layers(self.model)
             self._window.record({"fp8/num_converted_modules": float(len(self.conversion_report.converted))})

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from . import _upstream_vllm
+from .all_gather import refresh_scales
 from .canary import Canary
 from .config import FP8GRPOConfig
 from .float8 import ConversionReport, whole_shape
@@ -76,6 +77,7 @@ class SyncedEngine(_upstream_vllm.VLLMGeneration):
         try:
             with torch.no_grad(), contextlib.closing(self._stream(sent)) as stream:
                 self.send(stream)
+            refresh_scales(self.model.modules())  # TRL merges adapters in place and takes them out with rounding
             canary = self.canary.check(self.model, self.score, self.accelerator)
         except BaseException as error:
             self._unusable = error
