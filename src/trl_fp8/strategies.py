@@ -17,7 +17,6 @@ class World:
         fsdp_version: 1 or 2, 0 without FSDP.
         fsdp_checkpointing: whether FSDP checkpoints activations itself.
         zero_stage: of DeepSpeed, 0 without.
-        deepspeed: whether DeepSpeed runs, at any stage.
         model_parallel: names and sizes of parallelism inside a layer or a sequence.
         kind: accelerate's name.
         num_processes: of the run.
@@ -29,7 +28,6 @@ class World:
     fsdp_version: int = 0
     fsdp_checkpointing: bool = False
     zero_stage: int = 0
-    deepspeed: bool = False
     model_parallel: tuple[str, ...] = ()
     kind: str = "NO"
     num_processes: int = 1
@@ -40,7 +38,7 @@ class World:
     def __str__(self) -> str:
         if self.num_processes == 1:
             return ""
-        zero = f"ZeRO-{self.zero_stage}" if self.deepspeed else "DDP"
+        zero = f"ZeRO-{self.zero_stage}" if self.zero_stage else "DDP"
         return f"{self.num_processes} processes ({f'FSDP{self.fsdp_version}' if self.fsdp_version else zero})"
 
     @classmethod
@@ -55,7 +53,6 @@ class World:
             fsdp_version=0 if fsdp is None else fsdp.fsdp_version,
             fsdp_checkpointing=fsdp is not None and bool(fsdp.activation_checkpointing),
             zero_stage=0 if deepspeed is None else deepspeed.zero_stage,
-            deepspeed=deepspeed is not None,
             model_parallel=tuple(f"{name}={size}" for name in inside if (size := getattr(sizes, name, 1)) > 1),
             kind=accelerator.distributed_type.value,
             num_processes=accelerator.num_processes,
@@ -91,16 +88,12 @@ def check_strategy(args: FP8GRPOConfig, world: World) -> None:
 
 
 def _check_launched(world: World) -> None:
-    for name, variable, runs in (
-        ("FSDP", "ACCELERATE_USE_FSDP", world.fsdp_version > 0),
-        ("DeepSpeed", "ACCELERATE_USE_DEEPSPEED", world.zero_stage > 0 or world.deepspeed),
-    ):
-        if os.environ.get(variable, "").lower() == "true" and not runs:
-            raise ValueError(
-                f"The launcher asks for {name} ({variable}=true), and accelerate starts {world.kind} without it: on a "
-                "CPU it knows none, and every process would hold the whole model. Launch with "
-                "configs/accelerate/ddp.yaml (cpu_2proc_ddp.yaml on a CPU), or on GPUs."
-            )
+    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true" and world.fsdp_version == 0:
+        raise ValueError(
+            f"The launcher asks for FSDP (ACCELERATE_USE_FSDP=true), and accelerate starts {world.kind} without it: it "
+            "has none on a CPU, and every process would hold the whole model. Launch with configs/accelerate/ddp.yaml "
+            "(cpu_2proc_ddp.yaml on a CPU), or on GPUs."
+        )
 
 
 def _check_compile(args: FP8GRPOConfig, world: World) -> None:
