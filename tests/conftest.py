@@ -1,6 +1,7 @@
 """Tiny models, a character tokenizer and data, all built in code: nothing is downloaded."""
 
 import copy
+import os
 
 import pytest
 import torch
@@ -33,6 +34,16 @@ RUN = {
     "report_to": [],
     "disable_tqdm": True,
 }
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_extensions(tmp_path_factory):
+    """DeepSpeed compiles an operator under a lock that a killed process leaves behind, and waits for it for ever."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "torch_extensions"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCH_EXTENSIONS_DIR", str(folder))
+        yield
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:

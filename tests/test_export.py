@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import build_model, build_tokenizer
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from trl_fp8.blockwise import dequantized_blocks
@@ -132,6 +133,58 @@ def test_what_cannot_be_exported_is_refused_with_what_to_do(checkpoint, tmp_path
     (checkpoint / "adapter_config.json").write_text("{}")
     with pytest.raises(ValueError, match="merge_and_unload"):
         export_fp8(checkpoint, tmp_path / "adapter")
+
+
+def rewrite(checkpoint, change):
+    """The checkpoint with other weights."""
+    (file,) = checkpoint.glob("*.safetensors")
+    save_file(change(load_file(file)), file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: {k: v for k, v in w.items() if "layers.1.mlp" not in k}, "lacks 3 of the .*layers.1.mlp.down_proj"),
+        (lambda w: {f"_orig_mod.{k}": v for k, v in w.items()}, "the names are those of a wrapped model"),
+        (lambda w: {k: v * float("nan") if "o_proj" in k else v for k, v in w.items()}, "o_proj.weight .* holds NaN"),
+    ],
+)
+def test_weights_that_are_not_the_models_are_refused(checkpoint, tmp_path, change, message):
+    rewrite(checkpoint, change)
+    with pytest.raises(ValueError, match=message):
+        export_fp8(checkpoint, tmp_path / "fp8")
+    assert not (tmp_path / "fp8").exists()
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
+def test_a_layer_of_zeros_stays_zeros(checkpoint, tmp_path, recipe):
+    rewrite(checkpoint, lambda w: {k: v * 0 if "layers.0.self_attn" in k else v for k, v in w.items()})
+    export_fp8(checkpoint, tmp_path / "fp8", recipe)
+    exported = read(tmp_path / "fp8")
+    name = "model.layers.0.self_attn.o_proj.weight"
+    assert not dequantized(exported[name], exported[f"{name}_scale"], recipe).any()
+    assert torch.isfinite(exported[f"{name}_scale"]).all()
+
+
+def test_half_a_checkpoint_is_refused(checkpoint, tmp_path, capsys):
+    (checkpoint / "incomplete").touch()
+    with pytest.raises(ValueError, match="only half written .*Export another"):
+        export_fp8(checkpoint, tmp_path / "fp8")
+    (checkpoint / "incomplete").unlink()
+    (file,) = checkpoint.glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(SystemExit):  # the command says it without a traceback
+        main([str(checkpoint), str(tmp_path / "fp8")])
+    assert "damaged or cut short. Copy it again" in capsys.readouterr().err
+
+
+def test_a_model_of_another_kind_is_refused(tmp_path):
+    from transformers import CLIPConfig
+
+    CLIPConfig().save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ValueError, match="holds a clip, which is no text model"):
+        export_fp8(tmp_path, tmp_path / "fp8")
 
 
 def test_the_command_says_what_it_wrote(checkpoint, tmp_path):

@@ -430,3 +430,12 @@ def test_a_model_in_pieces_of_zero3_is_converted_as_the_whole_one():
     report = convert_model(model, "rowwise")
     assert report.kept == whole.kept == {"lm_head": "output embedding"}
     assert report.converted == whole.converted
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_comes_out_of_a_layer_may_be_changed_in_place(recipe):
+    """OLMo clamps q, k and v in place, AdaLoRA adds in place; autograd forbids both on a view made in a function."""
+    layer = layer_factory(recipe, "none", True)(nn.Linear(32, 48, bias=False))
+    x = torch.randn(2, 5, 32, requires_grad=True)
+    layer(x).clamp_(-0.1, 0.1).sum().backward()
+    assert x.grad is not None

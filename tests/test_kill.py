@@ -10,7 +10,8 @@ import pytest
 import torch
 from conftest import build_trainer
 
-from trl_fp8.checkpoints import MARKER, last_whole_checkpoint
+from trl_fp8.checkpoints import MARKER, check_optimizer, last_whole_checkpoint
+from trl_fp8.strategies import World
 
 
 SCRIPT = Path(__file__).with_name("kill_run.py")
@@ -92,6 +93,66 @@ def test_a_half_written_checkpoint_is_skipped_and_refused_by_name(tmp_path):
     trainer.train(resume_from_checkpoint=True)
     assert trainer.state.global_step == 8
     assert not (tmp_path / "checkpoint-8" / MARKER).exists()
+
+
+def test_what_is_left_of_a_checkpoint_half_deleted_is_never_resumed_from(tmp_path, monkeypatch):
+    """A stop while old checkpoints go: some have a higher step, since another run left them."""
+    settings = {"save_strategy": "steps", "save_steps": 4, "calibration_interval": 1}
+    build_trainer(tmp_path, max_steps=8, **settings).train()
+
+    def stops(path, **kwargs):
+        (Path(path) / "optimizer.pt").unlink()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("shutil.rmtree", stops)
+    for checkpoint in tmp_path.glob("checkpoint-*"):  # older than what comes
+        os.utime(checkpoint, (0, 0))
+    with pytest.raises(KeyboardInterrupt):
+        build_trainer(tmp_path, max_steps=8, **settings, save_total_limit=1).train()
+    assert last_whole_checkpoint(tmp_path) == str(tmp_path / "checkpoint-4")
+
+
+@pytest.mark.parametrize("content", [None, "", '{"epoch": 1', "[]"])
+def test_a_damaged_checkpoint_is_passed_over(tmp_path, caplog, content):
+    for step, state in ((4, '{"global_step": 4}'), (8, content)):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        if state is not None:
+            (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(state)
+    assert last_whole_checkpoint(tmp_path) == str(tmp_path / "checkpoint-4")
+    assert "checkpoint-8 is not whole and is passed over: the run resumes from checkpoint-4" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("files", "world", "message"),
+    [
+        (["global_step4/x"], World(), "saved under DeepSpeed ZeRO, and this run is under one process or DDP"),
+        (["optimizer_0/x"], World(), "saved under FSDP, and this run is under one process or DDP"),
+        (["optimizer.bin"], World(zero_stage=2), "saved under FSDP, and this run is under DeepSpeed ZeRO"),
+        (["optimizer.pt"], World(fsdp_version=2), "saved under one process or DDP, and this run is under FSDP"),
+    ],
+)
+def test_an_optimizer_saved_by_another_way_of_sharding_is_refused(tmp_path, files, world, message):
+    for file in files:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).touch()
+    with pytest.raises(ValueError, match=f"{message}.*Resume as it was launched"):
+        check_optimizer(tmp_path, world)
+
+
+def test_a_checkpoint_without_an_optimizer_is_told(tmp_path, caplog):
+    settings = {"save_strategy": "steps", "save_steps": 4, "calibration_interval": 1, "save_only_model": True}
+    build_trainer(tmp_path, max_steps=4, **settings).train()
+    assert "holds no optimizer state" not in caplog.text
+    build_trainer(tmp_path, max_steps=8, **settings).train(resume_from_checkpoint=True)
+    assert "checkpoint-4 holds no optimizer state (save_only_model?)" in caplog.text
+
+
+def test_a_run_that_starts_beside_the_checkpoints_of_another_is_told(tmp_path, caplog):
+    settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 4}
+    build_trainer(tmp_path, **settings).train()
+    assert "of another run" not in caplog.text
+    build_trainer(tmp_path, **settings).train()
+    assert "holds checkpoints of another run (up to checkpoint-4)" in caplog.text
 
 
 def test_without_any_checkpoint_transformers_says_so(tmp_path):

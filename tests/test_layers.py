@@ -73,9 +73,9 @@ ALLOWED = {
         {"callbacks", "checks", "clipping", "config", "metrics", "resume"},
         {"transformers"},
     ),
-    "export": ({"blockwise", "float8", "parity"}, {"torch", "safetensors", "transformers"}),
+    "export": ({"blockwise", "checkpoints", "float8", "parity"}, {"torch", "safetensors", "transformers"}),
     "reference": ({"config", "float8", "switchable"}, {"torch", "transformers"}),
-    "checkpoints": ({"_upstream", "config"}, set()),
+    "checkpoints": ({"_upstream", "config", "strategies"}, set()),
     "report": ({"callbacks", "config", "float8"}, set()),
     "trainer": (set(MODULES), {"torch", "trl", "transformers", "accelerate"}),
 }

@@ -9,6 +9,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import BitsAndBytesConfig
 
 from trl_fp8.float8 import convert_model, high_precision
+from trl_fp8.reference import without_adapter
 from trl_fp8.switchable import SwitchableLinear
 
 
@@ -135,3 +136,23 @@ def test_qlora_is_refused(tmp_path):
         build_trainer(
             tmp_path, trainer={"peft_config": lora(), "quantization_config": BitsAndBytesConfig(load_in_4bit=True)}
         )
+
+
+def test_an_adapter_that_never_calls_its_layer_is_refused(tmp_path):
+    from peft import HRAConfig, MissConfig
+
+    for config in (HRAConfig(target_modules=["q_proj"]), MissConfig(target_modules=["q_proj"], init_weights="bat")):
+        with pytest.raises(ValueError, match=f"{type(config).__name__} .* never calls the layer.* Use LoRA"):
+            build_trainer(tmp_path, trainer={"peft_config": config})
+
+
+@pytest.mark.filterwarnings("ignore:Position ids are not supported for parameter efficient tuning")  # PEFT's own
+def test_prompt_tuning_has_a_reference_without_the_prompt(tmp_path):
+    from peft import PromptTuningConfig, TaskType
+
+    config = PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=4)
+    trainer = build_trainer(tmp_path, beta=0.1, trainer={"peft_config": config}, **CALIBRATED, bf16=False)
+    assert not without_adapter(trainer.model)
+    with trainer.model.disable_adapter():
+        assert without_adapter(trainer.model)
+    trainer.train()

@@ -1,23 +1,30 @@
 """Checkpoints a killed run leaves behind: whole ones are resumed from, half-written ones never.
 
 transformers writes a checkpoint in place, file by file and rank by rank, and resumes from the directory with the
-highest number, whole or not. Here a marker lies in the directory while it is written. The old checkpoints that
-`save_total_limit` wants gone are deleted after the marker, so at every moment one whole checkpoint exists.
+highest number, whole or not. Here a marker lies in the directory while it is written, and in old ones while some are
+deleted. What `save_total_limit` wants gone is deleted last, so at every moment one whole checkpoint exists.
 """
 
+import contextlib
+import json
+import logging
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ._upstream import rotate_checkpoints
 from .config import FP8GRPOConfig
+from .strategies import World
 
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer as _Base
 else:
     _Base = object  # the parent is TRL's trainer by the order of bases
+
+logger = logging.getLogger(__name__)
 
 MARKER = "incomplete"
 
@@ -42,27 +49,83 @@ class WholeCheckpoints(_Base):
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             marker.unlink()
-            rotate_checkpoints(
-                output_dir=run_dir,
-                save_total_limit=limit,
-                best_model_checkpoint=self.state.best_model_checkpoint,
-                use_mtime=True,
-            )
+            if limit:
+                with _marked(marker.parent, self.state.best_model_checkpoint):
+                    rotate_checkpoints(
+                        output_dir=run_dir,
+                        save_total_limit=limit,
+                        best_model_checkpoint=self.state.best_model_checkpoint,
+                        use_mtime=True,
+                    )
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """As transformers; `resume_from_checkpoint=True` is the last whole checkpoint in `output_dir`.
 
         Raises:
-            ValueError: the checkpoint was only half written, or none is whole.
+            ValueError: the checkpoint was only half written, its optimizer was saved by another way of sharding, or
+                none is whole.
         """
+        output_dir = self.args.output_dir or "."
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = last_whole_checkpoint(self.args.output_dir or ".")
+            resume_from_checkpoint = last_whole_checkpoint(output_dir)
         elif resume_from_checkpoint and Path(resume_from_checkpoint, MARKER).exists():
             raise ValueError(
                 f"resume_from_checkpoint={str(resume_from_checkpoint)!r} was only half written when its run was "
                 f"stopped (it holds a file {MARKER!r}). Use resume_from_checkpoint=True for the last whole one."
             )
+        elif not resume_from_checkpoint and self.args.should_save and _checkpoints(output_dir):
+            logger.warning(
+                f"{output_dir} holds checkpoints of another run (up to {_checkpoints(output_dir)[-1].name}), and "
+                "resume_from_checkpoint=True takes the one of the highest step, whichever run saved it. Move them."
+            )
+        if isinstance(resume_from_checkpoint, (str, os.PathLike)):
+            check_optimizer(Path(resume_from_checkpoint), World.of(self.accelerator))
         return super().train(resume_from_checkpoint, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def _marked(newest: Path, best: str | None) -> Iterator[None]:
+    """Old checkpoints are marked while some are deleted: what is left of a half-deleted one would look whole."""
+    kept = {newest, Path(best)} if best else {newest}
+    marked = [path / MARKER for path in _checkpoints(newest.parent) if path not in kept]
+    marked = [marker for marker in marked if not marker.exists()]
+    for marker in marked:
+        marker.touch()
+    yield
+    for marker in marked:
+        marker.unlink(missing_ok=True)
+
+
+def _checkpoints(output_dir: str | os.PathLike) -> list[Path]:
+    """Checkpoint directories by step, ascending."""
+    found = [path for path in Path(output_dir).glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
+    return sorted((path for path in found if path.is_dir()), key=lambda path: int(path.name.split("-")[1]))
+
+
+def check_optimizer(checkpoint: Path, world: World) -> None:
+    """Refuse a checkpoint whose optimizer another way of sharding has saved; tell of one that has none.
+
+    Raises:
+        ValueError: transformers would fail on it, or go on with a fresh optimizer and without a word.
+    """
+    kinds = {
+        "DeepSpeed ZeRO": any(checkpoint.glob("global_step*")),
+        "FSDP": (checkpoint / "optimizer_0").exists() or (checkpoint / "optimizer.bin").exists(),
+        "one process or DDP": (checkpoint / "optimizer.pt").exists(),
+    }
+    ours = "DeepSpeed ZeRO" if world.zero_stage else "FSDP" if world.fsdp_version else "one process or DDP"
+    theirs = [name for name, found in kinds.items() if found]
+    if not theirs and checkpoint.is_dir():
+        logger.warning(
+            f"{checkpoint} holds no optimizer state (save_only_model?): Adam's averages start at zero and the "
+            "learning-rate schedule at its beginning, while steps and clip bounds go on."
+        )
+    elif theirs and ours not in theirs:
+        raise ValueError(
+            f"resume_from_checkpoint={str(checkpoint)!r} was saved under {theirs[0]}, and this run is under {ours}, "
+            "which cannot read its optimizer. Resume as it was launched, or start a new run from its weights (pass "
+            "the directory of a saved model as model)."
+        )
 
 
 def last_whole_checkpoint(output_dir: str | os.PathLike) -> str | bool:
@@ -71,12 +134,23 @@ def last_whole_checkpoint(output_dir: str | os.PathLike) -> str | bool:
     Raises:
         ValueError: there are checkpoints, and all of them are half written.
     """
-    folder = Path(output_dir)
-    found = [path for path in folder.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
-    whole = [path for path in found if not (path / MARKER).exists()]
+    found = _checkpoints(output_dir)
+    whole = [path for path in found if _is_whole(path)]
     if found and not whole:
         raise ValueError(
-            f"resume_from_checkpoint=True: {', '.join(sorted(path.name for path in found))} in {str(folder)!r} was "
-            "only half written when its run was stopped, and there is no other. Start without resume_from_checkpoint."
+            f"resume_from_checkpoint=True: {', '.join(path.name for path in found)} in {str(output_dir)!r} was only "
+            "half written or half deleted when its run was stopped, and there is no other. Start without "
+            "resume_from_checkpoint."
         )
-    return str(max(whole, key=lambda path: int(path.name.split("-")[1]))) if whole else True
+    if whole and whole[-1] != found[-1]:
+        logger.warning(f"{found[-1]} is not whole and is passed over: the run resumes from {whole[-1].name}.")
+    return str(whole[-1]) if whole else True
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    if (checkpoint / MARKER).exists():
+        return False
+    try:
+        return "global_step" in json.loads((checkpoint / "trainer_state.json").read_text())
+    except (OSError, ValueError):
+        return False

@@ -103,7 +103,19 @@ def check_model(trainer: "FP8GRPOTrainer") -> None:
         _refuse_noise(model)
     if args.fp8_recipe != "none":
         _refuse_quantised(model.config, type(model).__name__, args.fp8_recipe)
+        _refuse_bypassing(model, args.fp8_recipe)
         _warn_vanishing_updates(model, args.learning_rate)
+
+
+def _refuse_bypassing(model: Any, recipe: str) -> None:
+    """Refuse adapters that multiply by the base weight themselves: their layers would look converted (peft 0.21)."""
+    for config in getattr(model, "peft_config", {}).values():
+        kind = getattr(config.peft_type, "value", config.peft_type)
+        if kind in ("HRA", "SHIRA") or (kind == "MISS" and config.init_weights == "bat"):
+            raise ValueError(
+                f"{type(config).__name__} with fp8_recipe={recipe!r}: this adapter computes with the weight of its "
+                "layer and never calls the layer, so nothing of it would run in FP8. Use LoRA, or fp8_recipe='none'."
+            )
 
 
 def check_policies(trainer: "FP8GRPOTrainer") -> None:

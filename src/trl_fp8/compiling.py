@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 else:
     _Base = object  # the parent is TRL's trainer by the order of bases
 
+_MAX_GRAPHS = 32
+
 
 def decoder_layers(model: Any) -> list[nn.Module]:
     """The decoder layers of a causal language model, or of a PEFT model around one.
@@ -48,6 +50,8 @@ def compile_layers(model: Any, backend: str | Callable = "inductor") -> int:
     # DDP would cut each layer's graph at its buckets, and cannot cut one that recomputes activations (pytorch#104674).
     # Layers are small enough for gradients to overlap with the backward pass uncut
     torch._dynamo.config.optimize_ddp = False
+    # With and without gradients, mask (transformers drops one without padding), adapter and reference: more than 8
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_GRAPHS)
     layers = decoder_layers(model)
     for layer in layers:
         layer.compile(backend=backend, dynamic=True)

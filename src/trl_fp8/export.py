@@ -23,12 +23,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from .blockwise import BLOCK, FORMAT, FORMAT_MAX
+from .checkpoints import MARKER
 from .float8 import convert_model
 from .parity import FUSED
 
@@ -58,8 +59,8 @@ def export_fp8(
         Number of quantised layers.
 
     Raises:
-        ValueError: an adapter, a quantised checkpoint, a model with fused experts, an unknown recipe, or an output
-            that exists.
+        ValueError: an adapter, a quantised, half-written or incomplete checkpoint, weights that are not finite, a
+            model with fused experts or of another kind than text, an unknown recipe, or an output that exists.
     """
     source, target = Path(checkpoint), Path(output)
     if recipe not in STRATEGIES:
@@ -67,7 +68,8 @@ def export_fp8(
     if target.exists():
         raise ValueError(f"output={str(target)!r} exists, and a mix of two checkpoints is garbage. Name a new one.")
     files = _weight_files(source)
-    converted, kept = _layers(source, recipe, list(exclude))
+    converted, kept, expected = _layers(source, recipe, list(exclude))
+    _refuse_incomplete(source, files, expected)
     fused_amax = _fused_amax(files, converted) if recipe == "tensorwise" else {}
     partial = target.with_name(f".{target.name}.partial")  # renamed when complete: half a checkpoint is never found
     shutil.rmtree(partial, ignore_errors=True)
@@ -77,6 +79,11 @@ def export_fp8(
         for name, tensor in _tensors(files):
             layer = name.removesuffix(".weight")
             rounded = tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
+            if not bool(torch.isfinite(rounded).all()):
+                raise ValueError(
+                    f"{name} in {source} holds NaN or infinity (in BF16), of which there is no FP8 weight. Export an "
+                    "earlier checkpoint of the run."
+                )
             if layer in converted:
                 weight, scale = quantize_weight(rounded, recipe, fused_amax.get(_fused_name(layer)))
                 yield name, weight
@@ -112,7 +119,8 @@ def quantize_weight(weight: Tensor, recipe: str, amax: Tensor | None = None) -> 
         values = (blocks * (1.0 / scale)).to(FORMAT).view(padded.shape)
         return values[:rows, :columns].contiguous(), scale.view(scale.shape[0], scale.shape[2])
     if recipe == "tensorwise":
-        scale = (weight.abs().amax() if amax is None else amax).float().reshape(1) / FORMAT_MAX
+        amax = (weight.abs().amax() if amax is None else amax).float().reshape(1)
+        scale = torch.where(amax > 0, amax, FORMAT_MAX) / FORMAT_MAX  # zeros stay zeros at any scale
     else:
         scale = weight.abs().amax(dim=-1, keepdim=True).float() / FORMAT_MAX
         scale = scale.clamp_min(1.0 / (FORMAT_MAX * 512))
@@ -151,6 +159,11 @@ def _weight_files(source: Path) -> list[Path]:
             f"{source} holds an adapter, whose weights have no scales of their own. Merge it in BF16 or FP32 first: "
             "AutoPeftModelForCausalLM.from_pretrained(path).merge_and_unload().save_pretrained(merged)."
         )
+    if (source / MARKER).exists():
+        raise ValueError(
+            f"{source} was only half written when its run was stopped (it holds a file {MARKER!r}), so its weights "
+            "may be cut short. Export another checkpoint."
+        )
     files = sorted(source.glob("model*.safetensors"))
     if not files or not (source / "config.json").exists():
         raise ValueError(
@@ -160,6 +173,23 @@ def _weight_files(source: Path) -> list[Path]:
     return files
 
 
+def _refuse_incomplete(source: Path, files: Iterable[Path], expected: set[str]) -> None:
+    found: set[str] = set()
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                found |= set(tensors.keys())
+        except SafetensorError as error:
+            raise ValueError(f"{file} cannot be read ({error}): it is damaged or cut short. Copy it again.") from error
+    absent = sorted(expected - found)
+    if absent:
+        raise ValueError(
+            f"{source} lacks {len(absent)} of the {len(expected)} tensors of its model ({', '.join(absent[:3])}, ...; "
+            f"it has {', '.join(sorted(found)[:2])}, ...): a file is missing, or the names are those of a wrapped "
+            "model. Pass what trainer.save_model has written, whole."
+        )
+
+
 def _tensors(files: Iterable[Path]) -> Iterator[tuple[str, Tensor]]:
     for file in files:
         with safe_open(file, framework="pt") as tensors:
@@ -167,13 +197,20 @@ def _tensors(files: Iterable[Path]) -> Iterator[tuple[str, Tensor]]:
                 yield name, tensors.get_tensor(name)
 
 
-def _layers(source: Path, recipe: str, exclude: list[str]) -> tuple[set[str], list[str]]:
-    """Names of the linears the trainer has in FP8, and of those it keeps, by the trainer's own rules."""
+def _layers(source: Path, recipe: str, exclude: list[str]) -> tuple[set[str], list[str], set[str]]:
+    """Names of the linears the trainer has in FP8, of those it keeps, by its own rules, and of all parameters."""
     config = AutoConfig.from_pretrained(source)
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(f"{source} is quantised already. Export from the checkpoint trainer.save_model has written.")
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except ValueError as error:
+        raise ValueError(
+            f"{source} holds a {config.model_type}, which is no text model (AutoModelForCausalLM), the only kind this "
+            "package trains and exports. Serve it in BF16, or quantise it in vLLM."
+        ) from error
+    expected = {name for name, _ in model.named_parameters()}
     report = convert_model(model, recipe, exclude=exclude)
     if report.num_fused_expert_parameters:
         raise ValueError(
@@ -181,7 +218,7 @@ def _layers(source: Path, recipe: str, exclude: list[str]) -> tuple[set[str], li
             "one format here. Serve the BF16 checkpoint, or quantise it in vLLM with "
             "quantization='fp8_per_channel'."
         )
-    return set(report.converted), list(report.kept)
+    return set(report.converted), list(report.kept), expected
 
 
 def _fused_name(layer: str) -> str:
@@ -249,7 +286,10 @@ def main(argv: list[str] | None = None, say: Callable[[str], Any] = print) -> No
     parser.add_argument("--fp8_recipe", default="rowwise", choices=sorted(STRATEGIES), help="of the training run")
     parser.add_argument("--fp8_exclude_modules", nargs="*", default=[], help="of the training run")
     args = parser.parse_args(argv)
-    count = export_fp8(args.checkpoint, args.output, args.fp8_recipe, args.fp8_exclude_modules)
+    try:
+        count = export_fp8(args.checkpoint, args.output, args.fp8_recipe, args.fp8_exclude_modules)
+    except ValueError as error:
+        parser.error(str(error))
     say(f"{count} layers in FP8 ({args.fp8_recipe}) written to {args.output}; serve with: vllm serve {args.output}")
 
 

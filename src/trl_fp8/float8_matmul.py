@@ -31,7 +31,10 @@ class Float8Matmul(torch.autograd.Function):
         output = matmul_with_hp_or_float8_args.forward(ctx, rows, weight.t(), linear_mm_config, config)
         needed = rows if ctx.needs_input_grad[1] else rows[:, :_FROZEN_COLUMNS].contiguous()
         ctx.save_for_backward(needed, weight)  # in place of the view
-        return output
+        # torchao returns a view of its matmul's output, and autograd forbids to change those in place (OLMo's clamp,
+        # AdaLoRA)
+        whole = output._base
+        return output if whole is None or whole.shape != output.shape else whole
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor):

@@ -62,5 +62,7 @@ def without_adapter(model: Any) -> bool:
     """Whether a PEFT model computes as TRL's reference does: adapters off, or the frozen copy `"ref"`."""
     if not hasattr(model, "get_model_status"):
         return False
+    if model.active_peft_config.is_prompt_learning:  # it has no layers; PEFT turns it off by taking its forward away
+        return model.forward == model.base_model.forward
     status = model.get_model_status()
     return status.enabled is False or "ref" in status.active_adapters

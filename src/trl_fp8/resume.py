@@ -1,4 +1,4 @@
-"""What a checkpoint remembers of the precision it was trained in, so that a resume in another one is no surprise."""
+"""What a checkpoint remembers of the settings it was trained with, so that a resume with others is no surprise."""
 
 import logging
 import math
@@ -12,7 +12,7 @@ from transformers.trainer_callback import ExportableState
 logger = logging.getLogger(__name__)
 
 # Fields of FP8GRPOConfig that change what a step computes, and what may follow from a change
-_FIELDS = ("fp8_recipe", "fp8_scale_rounding", "use_calibrated_clipping")
+_FIELDS = ("fp8_recipe", "fp8_scale_rounding", "use_calibrated_clipping", "optim")
 
 # What a calibrating policy saves, and the range [low, high) of each
 _POLICY_ATTRIBUTES = {
@@ -23,7 +23,7 @@ _POLICY_ATTRIBUTES = {
 
 
 class SettingsRecord(TrainerCallback, ExportableState):
-    """Saves the precision settings of a run with its checkpoints, and names each that differs on resuming.
+    """Saves precision and optimizer of a run with its checkpoints, and names each that differs on resuming.
 
     Also drops the state of a clipping policy that the resumed run has not: it would be out of date in the checkpoints
     to come, and restored from them.
@@ -52,7 +52,7 @@ class SettingsRecord(TrainerCallback, ExportableState):
         changed = [f"{k}: {before[k]!r} -> {v!r}" for k, v in self.settings.items() if before.get(k, v) != v]
         if changed and state.is_world_process_zero:
             logger.warning(
-                f"The run resumes in another precision than its checkpoint was trained in ({', '.join(changed)}). "
+                f"The run resumes with other settings than its checkpoint was trained with ({', '.join(changed)}). "
                 "The new settings hold; weights and optimizer state come from the old ones."
             )
 
