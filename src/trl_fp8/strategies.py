@@ -91,8 +91,8 @@ def _check_launched(world: World) -> None:
     if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true" and world.fsdp_version == 0:
         raise ValueError(
             f"The launcher asks for FSDP (ACCELERATE_USE_FSDP=true), and accelerate starts {world.kind} without it: "
-            "it has none on a CPU, and every process would hold the whole model. Launch with configs/accelerate/ddp.yaml "
-            "(cpu_2proc_ddp.yaml on a CPU), or on GPUs."
+            "it has none on a CPU, and every process would hold the whole model. Launch with "
+            "configs/accelerate/ddp.yaml (cpu_2proc_ddp.yaml on a CPU), or on GPUs."
         )
 
 
