@@ -8,7 +8,7 @@ import pickle
 
 import pytest
 import torch
-from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from conftest import build_model, build_trainer
 from torch import nn
 
@@ -142,7 +142,7 @@ def test_fsdp2_with_fp8_gathers_is_let_through_and_one_process_is_not(tmp_path):
 @pytest.mark.parametrize("offload", [False, True])
 def test_the_world_knows_what_fsdp2_does_with_weights(offload):
     class Accelerator:
-        num_processes, parallelism_config = 6, None
+        num_processes, parallelism_config, distributed_type = 6, None, DistributedType.FSDP
 
         class state:
             deepspeed_plugin = None
@@ -150,7 +150,7 @@ def test_the_world_knows_what_fsdp2_does_with_weights(offload):
                 fsdp_version=2, cpu_offload=offload, cpu_ram_efficient_loading=offload
             )
 
-    expected = World(fsdp_version=2, num_shards=6, cpu_offload=offload, loads_after_sharding=offload)
+    expected = World(2, kind="FSDP", num_processes=6, num_shards=6, cpu_offload=offload, loads_after_sharding=offload)
     assert World.of(Accelerator()) == expected
     Accelerator.parallelism_config = type("Sizes", (), {"dp_replicate_size": 3, "dp_shard_size": 2})()
     assert World.of(Accelerator()).num_shards == 2

@@ -366,6 +366,8 @@ def fake_engine(monkeypatch):
 
     monkeypatch.setattr("trl_fp8.rollout.RolloutEngine", FakeVLLMGeneration)
     monkeypatch.setattr(upstream, "is_vllm_available", lambda *a, **k: True, raising=False)
+    monkeypatch.setattr("trl.generation.vllm_generation.is_vllm_available", lambda *a, **k: True)
+    monkeypatch.setattr("trl_fp8.rollout.check_arguments", lambda args: None)  # asks the vLLM that is not here
 
 
 VLLM = {"use_vllm": True, "vllm_mode": "colocate", "vllm_quantization": "none"}
