@@ -112,7 +112,7 @@ def test_what_is_left_of_a_checkpoint_half_deleted_is_never_resumed_from(tmp_pat
     assert last_whole_checkpoint(tmp_path) == str(tmp_path / "checkpoint-4")
 
 
-@pytest.mark.parametrize("content", [None, "", '{"epoch": 1', "[]"])
+@pytest.mark.parametrize("content", [None, "", '{"epoch": 1', "[]", "3"])
 def test_a_damaged_checkpoint_is_passed_over(tmp_path, caplog, content):
     for step, state in ((4, '{"global_step": 4}'), (8, content)):
         (tmp_path / f"checkpoint-{step}").mkdir()

@@ -151,6 +151,6 @@ def _is_whole(checkpoint: Path) -> bool:
     if (checkpoint / MARKER).exists():
         return False
     try:
-        return "global_step" in json.loads((checkpoint / "trainer_state.json").read_text())
-    except (OSError, ValueError):
+        return "global_step" in dict(json.loads((checkpoint / "trainer_state.json").read_text()))
+    except (OSError, TypeError, ValueError):
         return False
