@@ -16,6 +16,7 @@ A model and no data set: the embedded sums as questions to that model, with few 
 """
 
 import argparse
+import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -110,10 +111,13 @@ def defaults_for(given: dict[str, Any]) -> dict[str, Any]:
             f"dataset_name={dataset!r} is set without model_name_or_path, and the embedded model reads nothing but "
             "its own sums. Name a model, or leave the data set out to train the embedded task."
         )
+    # TRL's default is a dropout of 0.05, with which no importance ratio could be calibrated
+    common: dict[str, Any] = {"lora_dropout": 0.0}
     if dataset:
-        return {}
-    defaults = dict(NAMED_MODEL_DEFAULTS if model else EMBEDDED_DEFAULTS)
-    defaults["use_cpu"] = not torch.accelerator.is_available()  # transformers asks to say so before bf16 works there
+        return {name: value for name, value in common.items() if name not in given}
+    defaults = {**common, **(NAMED_MODEL_DEFAULTS if model else EMBEDDED_DEFAULTS)}
+    # transformers asks to say so before bf16 works there; a device that was named has been thought of already
+    defaults["use_cpu"] = not torch.accelerator.is_available() and "ACCELERATE_TORCH_DEVICE" not in os.environ
     if "generation_batch_size" not in given:
         # Four mini-batches per generation batch, also where calibration is off and nothing else would ask for them
         defaults["steps_per_generation"] = 4 * int(given.get("gradient_accumulation_steps", 1))

@@ -64,3 +64,26 @@ def test_it_starts_two_processes_with_its_strategy(path, tmp_path):
         assert seen.get("FSDP_VERSION") == ("2" if "fsdp2" in path.stem else None)
         stage = next((stage for stage in ("2", "3") if f"zero{stage}" in path.stem), None)
         assert seen.get("ACCELERATE_DEEPSPEED_ZERO_STAGE") == stage
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero2", "zero3"])
+def test_the_example_trains_and_saves_on_two_cpu_processes(strategy, tmp_path):
+    """The commands of docs/distributed.md, with the embedded task, an adapter and a recalibration."""
+    root = Path(__file__).parents[1]
+    config = root / "configs" / "accelerate" / f"cpu_2proc_{strategy}.yaml"
+    script = [str(root / "examples" / "grpo_fp8.py")]
+    if strategy != "ddp":
+        script.insert(0, str(root / "tests" / "cpu_sharding.py"))
+    settings = "--max_steps 4 --calibration_interval 1 --save_steps 4 --use_peft --report_to none".split()
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
+    done = subprocess.run(
+        [*command, "--main_process_port", "0", *script, *settings, "--output_dir", str(tmp_path / "run")],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    named = {"ddp": "DDP", "fsdp2": "FSDP2", "zero2": "ZeRO-2", "zero3": "ZeRO-3"}[strategy]
+    assert f"2 processes ({named})" in done.stdout
+    assert "1 recalibration;" in done.stdout
+    state = json.loads((tmp_path / "run" / "checkpoint-4" / "trainer_state.json").read_text())
+    assert state["global_step"] == 4

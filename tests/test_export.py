@@ -178,6 +178,15 @@ def test_half_a_checkpoint_is_refused(checkpoint, tmp_path, capsys):
     assert "damaged or cut short. Copy it again" in capsys.readouterr().err
 
 
+def test_another_recipe_than_the_runs_is_refused(checkpoint, tmp_path):
+    settings = {"settings": {"fp8_recipe": "rowwise_with_gw_hp"}}
+    record = {"stateful_callbacks": {"SettingsRecord": {"attributes": settings}}}
+    (checkpoint / "trainer_state.json").write_text(json.dumps(record))
+    with pytest.raises(ValueError, match="whose run trained with 'rowwise_with_gw_hp'.* Pass 'rowwise_with_gw_hp'"):
+        export_fp8(checkpoint, tmp_path / "fp8", "tensorwise")
+    export_fp8(checkpoint, tmp_path / "fp8", "rowwise")  # the same bytes
+
+
 def test_a_model_of_another_kind_is_refused(tmp_path):
     from transformers import CLIPConfig
 

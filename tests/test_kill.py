@@ -112,6 +112,31 @@ def test_what_is_left_of_a_checkpoint_half_deleted_is_never_resumed_from(tmp_pat
     assert last_whole_checkpoint(tmp_path) == str(tmp_path / "checkpoint-4")
 
 
+def test_the_checkpoint_just_saved_stays_where_another_run_left_a_higher_step(tmp_path):
+    """transformers deletes by age, which a marker must not change."""
+    (tmp_path / "checkpoint-100").mkdir()
+    (tmp_path / "checkpoint-100" / "trainer_state.json").write_text('{"global_step": 100}')
+    os.utime(tmp_path / "checkpoint-100", (0, 0))
+    settings = {"save_strategy": "steps", "save_steps": 4, "save_total_limit": 1}
+    build_trainer(tmp_path, max_steps=8, **settings).train()
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-8"]
+
+
+@pytest.mark.parametrize("name", ["nowhere", "checkpoint-4/model.safetensors", "."])
+def test_what_is_no_checkpoint_is_refused_with_those_there_are(tmp_path, name):
+    settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 4}
+    build_trainer(tmp_path, **settings).train()
+    with pytest.raises(ValueError, match="is no checkpoint: .* checkpoint-4. Name one"):
+        build_trainer(tmp_path, **settings).train(resume_from_checkpoint=str(tmp_path / name))
+
+
+def test_a_finished_run_is_not_gone_on_with(tmp_path):
+    settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 4}
+    build_trainer(tmp_path, **settings).train(resume_from_checkpoint="false")  # what a command line makes of False
+    with pytest.raises(ValueError, match="is of step 4 and max_steps=4: nothing is left"):
+        build_trainer(tmp_path, **settings).train(resume_from_checkpoint=True)
+
+
 @pytest.mark.parametrize("content", [None, "", '{"epoch": 1', "[]", "3"])
 def test_a_damaged_checkpoint_is_passed_over(tmp_path, caplog, content):
     for step, state in ((4, '{"global_step": 4}'), (8, content)):
@@ -129,13 +154,14 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, caplog, content):
         (["optimizer_0/x"], World(), "saved under FSDP, and this run is under one process or DDP"),
         (["optimizer.bin"], World(zero_stage=2), "saved under FSDP, and this run is under DeepSpeed ZeRO"),
         (["optimizer.pt"], World(fsdp_version=2), "saved under one process or DDP, and this run is under FSDP"),
+        ([], World(fsdp_version=2), "holds no optimizer state .* without which FSDP loads nothing"),
     ],
 )
 def test_an_optimizer_saved_by_another_way_of_sharding_is_refused(tmp_path, files, world, message):
     for file in files:
         (tmp_path / file).parent.mkdir(exist_ok=True)
         (tmp_path / file).touch()
-    with pytest.raises(ValueError, match=f"{message}.*Resume as it was launched"):
+    with pytest.raises(ValueError, match=f"{message}.*from its weights"):
         check_optimizer(tmp_path, world)
 
 

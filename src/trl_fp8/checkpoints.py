@@ -62,16 +62,24 @@ class WholeCheckpoints(_Base):
         """As transformers; `resume_from_checkpoint=True` is the last whole checkpoint in `output_dir`.
 
         Raises:
-            ValueError: the checkpoint was only half written, its optimizer was saved by another way of sharding, or
-                none is whole.
+            ValueError: the checkpoint is none or was only half written, its optimizer was saved by another way of
+                sharding, its run has finished, or none is whole.
         """
         output_dir = self.args.output_dir or "."
+        if str(resume_from_checkpoint).lower() in ("", "false"):  # what a command line makes of it
+            resume_from_checkpoint = None
         if resume_from_checkpoint is True:
             resume_from_checkpoint = last_whole_checkpoint(output_dir)
         elif resume_from_checkpoint and Path(resume_from_checkpoint, MARKER).exists():
             raise ValueError(
                 f"resume_from_checkpoint={str(resume_from_checkpoint)!r} was only half written when its run was "
                 f"stopped (it holds a file {MARKER!r}). Use resume_from_checkpoint=True for the last whole one."
+            )
+        elif resume_from_checkpoint and not _is_whole(Path(resume_from_checkpoint)):
+            there = ", ".join(path.name for path in _checkpoints(output_dir)) or "none"
+            raise ValueError(
+                f"resume_from_checkpoint={str(resume_from_checkpoint)!r} is no checkpoint: a directory with a "
+                f"readable trainer_state.json. Checkpoints in {output_dir}: {there}. Name one, or True for the last."
             )
         elif not resume_from_checkpoint and self.args.should_save and _checkpoints(output_dir):
             logger.warning(
@@ -80,6 +88,7 @@ class WholeCheckpoints(_Base):
             )
         if isinstance(resume_from_checkpoint, (str, os.PathLike)):
             check_optimizer(Path(resume_from_checkpoint), World.of(self.accelerator))
+            check_unfinished(Path(resume_from_checkpoint), self.args.max_steps)
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
 
@@ -87,13 +96,23 @@ class WholeCheckpoints(_Base):
 def _marked(newest: Path, best: str | None) -> Iterator[None]:
     """Old checkpoints are marked while some are deleted: what is left of a half-deleted one would look whole."""
     kept = {newest, Path(best)} if best else {newest}
-    marked = [path / MARKER for path in _checkpoints(newest.parent) if path not in kept]
-    marked = [marker for marker in marked if not marker.exists()]
-    for marker in marked:
-        marker.touch()
+    old = [path for path in _checkpoints(newest.parent) if path not in kept and not (path / MARKER).exists()]
+    for path in old:
+        with _unchanged_time(path):
+            (path / MARKER).touch()
     yield
-    for marker in marked:
-        marker.unlink(missing_ok=True)
+    for path in old:
+        if path.exists():
+            with _unchanged_time(path):
+                (path / MARKER).unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _unchanged_time(folder: Path) -> Iterator[None]:
+    """The age of a checkpoint, by which transformers chooses what goes, is not that of its marker."""
+    before = folder.stat()
+    yield
+    os.utime(folder, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
 def _checkpoints(output_dir: str | os.PathLike) -> list[Path]:
@@ -115,7 +134,12 @@ def check_optimizer(checkpoint: Path, world: World) -> None:
     }
     ours = "DeepSpeed ZeRO" if world.zero_stage else "FSDP" if world.fsdp_version else "one process or DDP"
     theirs = [name for name, found in kinds.items() if found]
-    if not theirs and checkpoint.is_dir():
+    if not theirs and ours != "one process or DDP":
+        raise ValueError(
+            f"resume_from_checkpoint={str(checkpoint)!r} holds no optimizer state (save_only_model?), without which "
+            f"{ours} loads nothing. Start a new run from its weights (pass the directory of a saved model as model)."
+        )
+    if not theirs:
         logger.warning(
             f"{checkpoint} holds no optimizer state (save_only_model?): Adam's averages start at zero and the "
             "learning-rate schedule at its beginning, while steps and clip bounds go on."
@@ -125,6 +149,16 @@ def check_optimizer(checkpoint: Path, world: World) -> None:
             f"resume_from_checkpoint={str(checkpoint)!r} was saved under {theirs[0]}, and this run is under {ours}, "
             "which cannot read its optimizer. Resume as it was launched, or start a new run from its weights (pass "
             "the directory of a saved model as model)."
+        )
+
+
+def check_unfinished(checkpoint: Path, max_steps: int) -> None:
+    """Refuse to go on with a finished run: transformers would take one more step and save it (5.24)."""
+    step = json.loads((checkpoint / "trainer_state.json").read_text())["global_step"]
+    if 0 < max_steps <= step:
+        raise ValueError(
+            f"resume_from_checkpoint={str(checkpoint)!r} is of step {step} and max_steps={max_steps}: nothing is left "
+            "to train. Raise max_steps to go on."
         )
 
 

@@ -168,8 +168,8 @@ def _refuse_noise(model: nn.Module) -> None:
                 where = name if attribute == "p" else f"{name}.{attribute}".lstrip(".")
                 raise ValueError(
                     f"Dropout is active ({where}={found[0]}), so two forward passes of the same weights differ and "
-                    "every importance ratio is noise; nothing can be calibrated. Set it to 0 in the model config (and "
-                    "in the PEFT config), pass disable_dropout=True where it is an nn.Dropout, or set "
+                    "every importance ratio is noise; nothing can be calibrated. Set it to 0 in the model config (in "
+                    "the PEFT config, --lora_dropout 0), pass disable_dropout=True where it is an nn.Dropout, or set "
                     "use_calibrated_clipping=False."
                 )
 

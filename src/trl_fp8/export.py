@@ -23,15 +23,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from .blockwise import BLOCK, FORMAT, FORMAT_MAX
-from .checkpoints import MARKER
 from .float8 import convert_model
 from .parity import FUSED
+from .plain_checkpoint import refuse_incomplete, tensors_of, trained_recipe, weight_files
 
 
 # recipe -> strategies of compressed-tensors for weights and activations
@@ -67,16 +66,22 @@ def export_fp8(
         raise ValueError(f"fp8_recipe={recipe!r} has no FP8 weights to export. Use one of {', '.join(STRATEGIES)}.")
     if target.exists():
         raise ValueError(f"output={str(target)!r} exists, and a mix of two checkpoints is garbage. Name a new one.")
-    files = _weight_files(source)
+    files = weight_files(source)
     converted, kept, expected = _layers(source, recipe, list(exclude))
-    _refuse_incomplete(source, files, expected)
+    refuse_incomplete(source, files, expected)
+    trained = trained_recipe(source)
+    if trained in STRATEGIES and STRATEGIES[trained] != STRATEGIES[recipe]:
+        raise ValueError(
+            f"fp8_recipe={recipe!r} with {source}, whose run trained with {trained!r}: the scales would not be those "
+            f"the policy was trained with. Pass {trained!r}."
+        )
     fused_amax = _fused_amax(files, converted) if recipe == "tensorwise" else {}
     partial = target.with_name(f".{target.name}.partial")  # renamed when complete: half a checkpoint is never found
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
 
     def quantized() -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in _tensors(files):
+        for name, tensor in tensors_of(files):
             layer = name.removesuffix(".weight")
             rounded = tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
             if not bool(torch.isfinite(rounded).all()):
@@ -150,51 +155,7 @@ def quantization_config(recipe: str, ignored: Iterable[str]) -> dict[str, Any]:
     }
 
 
-# -- reading ---------------------------------------------------------------------------------------------------------
-
-
-def _weight_files(source: Path) -> list[Path]:
-    if (source / "adapter_config.json").exists():
-        raise ValueError(
-            f"{source} holds an adapter, whose weights have no scales of their own. Merge it in BF16 or FP32 first: "
-            "AutoPeftModelForCausalLM.from_pretrained(path).merge_and_unload().save_pretrained(merged)."
-        )
-    if (source / MARKER).exists():
-        raise ValueError(
-            f"{source} was only half written when its run was stopped (it holds a file {MARKER!r}), so its weights "
-            "may be cut short. Export another checkpoint."
-        )
-    files = sorted(source.glob("model*.safetensors"))
-    if not files or not (source / "config.json").exists():
-        raise ValueError(
-            f"{source} holds no config.json with model*.safetensors. Pass what trainer.save_model has "
-            "written (a checkpoint of sharded optimizer files has to be consolidated first)."
-        )
-    return files
-
-
-def _refuse_incomplete(source: Path, files: Iterable[Path], expected: set[str]) -> None:
-    found: set[str] = set()
-    for file in files:
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                found |= set(tensors.keys())
-        except SafetensorError as error:
-            raise ValueError(f"{file} cannot be read ({error}): it is damaged or cut short. Copy it again.") from error
-    absent = sorted(expected - found)
-    if absent:
-        raise ValueError(
-            f"{source} lacks {len(absent)} of the {len(expected)} tensors of its model ({', '.join(absent[:3])}, ...; "
-            f"it has {', '.join(sorted(found)[:2])}, ...): a file is missing, or the names are those of a wrapped "
-            "model. Pass what trainer.save_model has written, whole."
-        )
-
-
-def _tensors(files: Iterable[Path]) -> Iterator[tuple[str, Tensor]]:
-    for file in files:
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():
-                yield name, tensors.get_tensor(name)
+# -- layers -----------------------------------------------------------------------------------------------------------
 
 
 def _layers(source: Path, recipe: str, exclude: list[str]) -> tuple[set[str], list[str], set[str]]:
@@ -229,7 +190,7 @@ def _fused_name(layer: str) -> str:
 
 def _fused_amax(files: Iterable[Path], converted: set[str]) -> dict[str, Tensor]:
     largest: dict[str, Tensor] = {}
-    for name, tensor in _tensors(files):
+    for name, tensor in tensors_of(files):
         layer = name.removesuffix(".weight")
         if layer in converted:
             amax, fused = tensor.to(torch.bfloat16).abs().amax(), _fused_name(layer)

@@ -17,7 +17,7 @@ def startup_line(
     """One line; `report` is `None` for a model in its own precision, `processes` empty for a single process."""
     parts = [f"fp8_recipe={args.fp8_recipe}"]
     if processes:
-        parts.append(processes)
+        parts.append(processes + (", weights gathered in FP8" if args.fp8_fsdp_all_gather else ""))
     if report is not None:
         total = len(report.converted) + len(report.kept)
         kernels = "emulated" if report.emulated else "FP8 kernels"
