@@ -5,6 +5,7 @@ import torch
 from conftest import VOCABULARY, build_model, build_moe
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from trl_fp8 import architecture
 
@@ -35,6 +36,18 @@ def adapted(model, name="default", **settings):
 def test_a_policy_is_the_model_of_its_checkpoint(policy):
     architecture.check_adapters(policy)
     assert architecture.difference(policy.config, policy) is None
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "gemma3_text", "phi3", "mistral", "qwen2", "olmo2"])
+def test_a_policy_of_any_family_is_the_model_of_its_checkpoint(kind, tied, tmp_path):
+    config = AutoConfig.for_model(
+        kind, vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, pad_token_id=0, bos_token_id=1, eos_token_id=2, tie_word_embeddings=tied,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    policy = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert architecture.difference(AutoConfig.from_pretrained(tmp_path), policy) is None
 
 
 def without(layer):

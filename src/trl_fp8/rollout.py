@@ -86,7 +86,8 @@ class RolloutEngine(SyncedEngine):
         self._ignored = [] if settings.rollout_quantization == "none" else ignored_by_engine(self._report)
         with _upstream_vllm.llm_in_place_of_vllms(self._build) as self._llm_class:
             super()._init_vllm()
-        check_engine(self.llm.llm_engine.model_config.hf_config, self.model)
+        if "hf_overrides" in (settings.vllm_engine_kwargs or {}):
+            check_engine(self.llm.llm_engine.model_config.hf_config, self.model)
         fused = self.llm.apply_model(lambda model: getattr(model, "packed_modules_mapping", None) or {})[0]
         layers = self.llm.apply_model(engine_layers)[0]
         self.parity = parity.compare(self._report, settings.fp8_scale_rounding, layers, fused)
@@ -209,13 +210,13 @@ def check_source(model: Any, trust_remote_code: bool) -> None:
 
 
 def check_engine(config: Any, model: Any) -> None:
-    """Refuse an engine that runs another model than its checkpoint's (`hf_overrides` in `vllm_engine_kwargs`)."""
+    """Refuse an engine whose `hf_overrides` make another model of its checkpoint."""
     found = architecture.config_difference(config, model)
     if found:
         what, theirs, ours = found
         raise ValueError(
             f"The engine runs with {what}={theirs}, and the policy has {ours}, so the policy that samples would be "
-            "another one than the one that is trained. Take what changes it out of vllm_engine_kwargs."
+            "another one than the one that is trained. Take it out of hf_overrides in vllm_engine_kwargs."
         )
 
 
