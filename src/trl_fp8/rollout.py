@@ -81,7 +81,7 @@ class RolloutEngine(SyncedEngine):
         _upstream_vllm.require_vllm()
         settings = self._settings
         check_source(self.model, self.trust_remote_code)
-        self._expected = architecture.engine_parameters(self.model)
+        self._expected = set(architecture.engine_parameters(self.model))
         self._report = self._before_start()
         self._ignored = [] if settings.rollout_quantization == "none" else ignored_by_engine(self._report)
         with _upstream_vllm.llm_in_place_of_vllms(self._build) as self._llm_class:

@@ -44,7 +44,7 @@ class SyncedEngine(_upstream_vllm.VLLMGeneration):
         self._source: dict[str, tuple] | None = None  # type and shape of the parameters at the first sync
         # Of the tensors the engine gets: name -> type and shape
         self._stream_metadata: dict[str, tuple[str, list[int]]] = {}
-        self._expected: dict[str, tuple[int, ...]] = {}  # names and shapes of the engine's parameters
+        self._expected: set[str] = set()  # names of the policy's parameters when the trainer was built
         self._unusable: BaseException | None = None
         self._report: ConversionReport | None = None
         self.canary: Canary
@@ -109,7 +109,7 @@ class SyncedEngine(_upstream_vllm.VLLMGeneration):
             self._stream_metadata = {
                 name: (str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in self._walk()
             }
-            lacking = sorted(self._expected.keys() - self._stream_metadata.keys())
+            lacking = sorted(self._expected - self._stream_metadata.keys())
             if lacking:
                 raise ValueError(
                     f"The first weight sync lacks {', '.join(lacking[:4])}, which the policy had when the trainer was "
