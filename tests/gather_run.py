@@ -3,6 +3,8 @@
 Runs in a world of two processes; `shard_run.py` calls it. Says of each case whether the two were equal bit for bit.
 """
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +12,7 @@ from conftest import VOCABULARY, build_model
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from trl_fp8 import _upstream_vllm
 from trl_fp8.all_gather import GatheredFloat8Linear, refresh_scales
 from trl_fp8.float8 import convert_model, high_precision
 
@@ -132,27 +135,38 @@ def changed_weights() -> dict[str, bool]:
 
 
 def merged_adapters() -> dict[str, bool]:
-    """TRL's weight sync under FSDP2: adapters merged into the sharded weights in place, gathered, and taken out."""
+    """The weight sync under FSDP2: adapters merged into copies of the sharded weights, which are then gathered."""
     from peft import LoraConfig, get_peft_model
 
     lora = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.0, init_lora_weights=False)
     ids, seen = torch.full((2, 8), 5), []
+    untouched = True
     for gather in (True, False):
         torch.manual_seed(0)
         model: nn.Module = get_peft_model(build_model(), lora)
+        whole = copy.deepcopy(model)
         convert_model(model, "tensorwise", fsdp_all_gather=gather)
         for layer in model.base_model.model.model.layers:
             fully_shard(layer)
         fully_shard(model)
-        logits(model, ids, torch.float32)
+        before = logits(model, ids, torch.float32)
         reshard(model)
-        with torch.no_grad():
+        with _upstream_vllm.merging_into_copies(model):
             model.merge_adapter()
-            weights = [tensor.full_tensor() for tensor in model.state_dict().values()]
+            weights = [p.full_tensor() for name, p in model.named_parameters() if "base_layer" in name]
             model.unmerge_adapter()
-        refresh_scales(model.modules())
-        seen.append([*weights, logits(model, ids, torch.float32)])
-    return {"merged adapters": all(map(torch.equal, *seen)), "ordinary": {type(t) for t in seen[0]} == {torch.Tensor}}
+        now = [p.full_tensor() for p in model.parameters()]
+        untouched &= all(map(torch.equal, now, whole.parameters()))
+        untouched &= torch.equal(before, logits(model, ids, torch.float32))
+        whole.merge_adapter()
+        seen.append(weights)
+    merged = [p.data for name, p in whole.named_parameters() if "base_layer" in name]
+    return {
+        "merged adapters": all(torch.equal(a, b) for a, b in zip(*seen, strict=True)),
+        "as one process merges them": all(torch.allclose(a, b) for a, b in zip(seen[0], merged, strict=True)),
+        "ordinary": {type(t) for t in seen[0]} == {torch.Tensor},
+        "policy untouched": untouched,
+    }
 
 
 def gathered_memory(model: nn.Module) -> dict[torch.dtype, int]:

@@ -196,31 +196,44 @@ def lora_model(dtype: torch.dtype) -> nn.Module:
 def test_merged_copies_leave_every_bit_of_the_base():
     model = lora_model(torch.bfloat16)
     layer = model.base_model.model[0]
-    base = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    merged = _upstream_vllm.merged_parameters(model)
-    copy = merged(layer.base_layer.weight.data)
-    sum_of_both = base["base_model.model.0.base_layer.weight"] + layer.get_delta_weight("default")  # float32
-    assert torch.equal(copy, sum_of_both.to(torch.bfloat16))
-    assert torch.equal(merged(layer.base_layer.bias.data), layer.base_layer.bias)
-    assert merged(model.base_model.model[1].weight.data) is None
-    assert all(torch.equal(parameter, base[name]) for name, parameter in model.named_parameters())
+    objects = dict(model.named_parameters())
+    base = {name: parameter.clone() for name, parameter in objects.items()}
+    with _upstream_vllm.merging_into_copies(model):
+        model.merge_adapter()
+        merged = dict(model.named_parameters())
+        model.unmerge_adapter()
+        assert dict(model.named_parameters()) == objects
+    weight = "base_model.model.0.base_layer.weight"
+    sum_of_both = base[weight] + layer.get_delta_weight("default")  # float32
+    assert torch.equal(merged[weight], sum_of_both.to(torch.bfloat16))
+    assert all(torch.equal(merged[name], value) for name, value in base.items() if name != weight)
+    assert not any(tensor.requires_grad for name, tensor in merged.items() if "base_layer" in name)
+    assert dict(model.named_parameters()) == objects  # the very same ones
+    assert all(torch.equal(parameter, base[name]) for name, parameter in objects.items())
     assert not layer.merged
     # What TRL does instead, in place
     layer.merge()
     layer.unmerge()
-    assert not torch.equal(layer.base_layer.weight, base["base_model.model.0.base_layer.weight"])
+    assert not torch.equal(layer.base_layer.weight, base[weight])
 
 
-def test_merging_is_off_inside_and_on_after_an_exception():
+def test_what_is_gathered_before_merging_is_the_parameters():
+    model = lora_model(torch.float32)
+    with _upstream_vllm.merging_into_copies(model):  # ZeRO-3 gathers `model.parameters()`, then TRL merges
+        assert list(map(id, model.parameters())) == [id(p) for p in nn.Module.parameters(model)]
+
+
+def test_merging_into_copies_ends_after_an_exception():
     model = lora_model(torch.float32)
 
     def fails():
-        with _upstream_vllm.without_merging(model):
+        with _upstream_vllm.merging_into_copies(model):
             model.merge_adapter()
             assert not model.base_model.model[0].merged
             raise KeyError
 
     pytest.raises(KeyError, fails)
+    assert not {"merge_adapter", "unmerge_adapter", "named_parameters"} & vars(model).keys()
     model.merge_adapter()
     assert model.base_model.model[0].merged
 

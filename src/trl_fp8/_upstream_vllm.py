@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast, get_args
 
+import torch
 from torch import Tensor, nn
 
 # trl 1.16: `VLLMGeneration` has no public path and no hook for engine arguments or for the weight sync; its module and
@@ -37,12 +38,11 @@ __all__ = [
     "kv_cache_dtypes",
     "limit_answers",
     "llm_in_place_of_vllms",
-    "merged_parameters",
+    "merging_into_copies",
     "reload_weights",
     "repack_tied_heads",
     "require_vllm",
     "tuner_layers",
-    "without_merging",
 ]
 
 # trl 1.16: methods of `VLLMGeneration` that `RolloutEngine` overrides or iterates over, with their parameters. Delete
@@ -176,47 +176,46 @@ def tuner_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 @contextmanager
-def without_merging(model: Any) -> Iterator[None]:
-    """Context in which `model.merge_adapter()` and `model.unmerge_adapter()` of a PEFT model do nothing (peft 0.21).
+def merging_into_copies(model: Any) -> Iterator[None]:
+    """Context in which `model.merge_adapter()` of a PEFT model leaves its weights as they are (peft 0.21).
 
-    TRL merges in place before it reads the weights and subtracts afterwards, which leaves rounding errors in the base
-    weights at every sync. Delete when TRL reads merged copies.
+    Until `model.unmerge_adapter()`, `model.named_parameters()` gives a merged copy of each weight that has an adapter,
+    one at a time and sharded as the weight is. TRL merges in place and subtracts afterwards, which leaves rounding
+    errors in the base weights at every sync. Delete when TRL reads merged copies.
     """
-    model.merge_adapter = model.unmerge_adapter = lambda *args, **kwargs: None
+    layers: dict[int, Any] = {}
+    original = model.named_parameters
+
+    def merge_adapter(*args: Any, **kwargs: Any) -> None:
+        for _, layer in tuner_layers(model):
+            layers.update((id(p), layer) for p in layer.get_base_layer().parameters(recurse=False))
+        assert layers, "no base weight of an adapter is at hand"
+
+    def named_parameters(*args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in original(*args, **kwargs):
+            layer = layers.get(id(parameter))
+            yield name, parameter if layer is None else _merged_copy(parameter, layer)
+
+    model.merge_adapter, model.unmerge_adapter = merge_adapter, lambda *args, **kwargs: layers.clear()
+    model.named_parameters = named_parameters
     try:
         yield
     finally:
-        del model.merge_adapter, model.unmerge_adapter
+        del model.merge_adapter, model.unmerge_adapter, model.named_parameters
 
 
-def merged_parameters(model: nn.Module) -> Callable[[Tensor], Tensor | None]:
-    """What maps the data of a PEFT layer's base parameter to a merged copy, and anything else to `None` (peft 0.21).
-
-    The layer merges into a copy that stands in for the parameter's data, so the base weights keep every bit.
-    """
-    layers = {
-        parameter.data_ptr(): (parameter, layer)
-        for _, layer in tuner_layers(model)
-        for parameter in layer.get_base_layer().parameters(recurse=False)
-        if parameter.numel()
-    }
-    assert layers, "no base weight of an adapter is at hand"
-
-    def merged(data: Tensor) -> Tensor | None:
-        parameter, layer = layers.get(data.data_ptr(), (None, None))
-        if parameter is None or layer is None:
-            return None
-        base = list(layer.get_base_layer().parameters(recurse=False))
-        kept = [p.data for p in base]
-        try:
-            for p in base:
-                p.data = p.data.clone()
-            layer.merge()
-            copy = parameter.data.clone()
-            layer.unmerge()
-        finally:
-            for p, original in zip(base, kept, strict=True):
-                p.data = original
-        return copy
-
-    return merged
+@torch.no_grad()
+def _merged_copy(parameter: Tensor, layer: Any) -> Tensor:
+    """What `parameter` of the base layer of `layer` is with its adapters merged; other parameters stand in for it."""
+    base = layer.get_base_layer()
+    kept = dict(base.named_parameters(recurse=False))
+    try:
+        for name, p in kept.items():
+            setattr(base, name, nn.Parameter(p.detach().clone(), requires_grad=False))
+        layer.merge()
+        (copy,) = (getattr(base, name).detach().clone() for name, p in kept.items() if p is parameter)
+        layer.unmerge()
+    finally:
+        for name, p in kept.items():
+            setattr(base, name, p)
+    return copy

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from . import _upstream_vllm
-from .all_gather import refresh_scales
 from .canary import Canary
 from .config import FP8GRPOConfig
 from .float8 import ConversionReport, whole_shape
@@ -77,7 +76,6 @@ class SyncedEngine(_upstream_vllm.VLLMGeneration):
         try:
             with torch.no_grad(), contextlib.closing(self._stream(sent)) as stream:
                 self.send(stream)
-            refresh_scales(self.model.modules())  # TRL merges adapters in place and takes them out with rounding
             canary = self.canary.check(self.model, self.score, self.accelerator)
         except BaseException as error:
             self._unusable = error
@@ -126,35 +124,26 @@ class SyncedEngine(_upstream_vllm.VLLMGeneration):
                 "filled with uninitialised memory. Change the modules of the policy before the trainer is built."
             )
 
-    @contextlib.contextmanager
-    def _unmerged(self) -> Iterator[bool]:
-        """Whether adapters have to be merged into copies here; sharded parameters are merged by TRL, in place."""
-        adapters = hasattr(self.model, "merge_adapter") and not self._dist.is_fsdp
-        with _upstream_vllm.without_merging(self.model) if adapters else contextlib.nullcontext():
-            yield adapters
-
-    def _walk(self) -> Iterator[tuple[str, Tensor]]:
-        with self._unmerged():
+    def _walk(self) -> Generator[tuple[str, Tensor]]:
+        """TRL's walk over the weights, gathered and with adapters merged, which leaves the policy as it was."""
+        adapters = hasattr(self.model, "merge_adapter")
+        with _upstream_vllm.merging_into_copies(self.model) if adapters else contextlib.nullcontext():
             yield from self._iter_named_params()
 
     def _stream(self, sent: dict[str, int]) -> Generator[tuple[str, Tensor]]:
         """The weights under vLLM's names, one at a time; adds up `sent["bytes"]`."""
         seen = set()
-        with self._unmerged() as adapters:
-            merged = None
-            for name, parameter in self._iter_named_params():
-                if adapters and merged is None:  # ZeRO-3 has gathered every parameter now, and none before
-                    merged = _upstream_vllm.merged_parameters(self.model)
+        with contextlib.closing(self._walk()) as walk:
+            for name, parameter in walk:
                 if name not in self._stream_metadata:
                     raise ValueError(
                         f"The weight sync meets {name}, which the first one had not. Change the modules of the policy "
                         "before the trainer is built."
                     )
                 seen.add(name)
-                copy = None if merged is None else merged(parameter)
-                # vLLM keeps a reference until the fused layer is complete, and ZeRO-3, FSDP and PEFT free or change
-                # the source when the next parameter is asked for
-                copy = parameter.detach().clone() if copy is None else copy
+                # vLLM keeps a reference until the fused layer is complete, and ZeRO-3 and FSDP free or change the
+                # source when the next parameter is asked for
+                copy = parameter.detach().clone()
                 sent["bytes"] += copy.numel() * copy.element_size()
                 yield name, copy
         if seen != set(self._stream_metadata):
