@@ -63,7 +63,7 @@ $(VLLM_STAMP): pyproject.toml constraints.txt
 	$(VLLM_PY) -m pip uninstall -y torchvision torchaudio torchcodec
 	grep -v '^transformers' constraints.txt > .venv-vllm/constraints.txt
 	$(VLLM_PY) -m pip install -c .venv-vllm/constraints.txt trl torchao accelerate datasets peft==0.21.2 pytest==9.2.0 \
-		matplotlib
+		matplotlib deepspeed
 	$(VLLM_PY) -m pip install -e . --no-deps
 	@touch $@
 

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 from common import embedded_task, versions
+from peft import LoraConfig
 from transformers import AutoTokenizer
 
 from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer
@@ -100,6 +101,9 @@ def run(pair: tuple[str, str, str], seed: int, options: argparse.Namespace, outp
         args,
         train_dataset=train,
         processing_class=AutoTokenizer.from_pretrained(options.model),
+        peft_config=LoraConfig(r=options.lora, target_modules="all-linear", lora_dropout=0.0)
+        if options.lora
+        else None,
     )
     _ALIVE.append(trainer)
     trainer.train()
@@ -114,6 +118,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=12, help="generation batches of a run")
     parser.add_argument("--mini_batch", type=int, default=64, help="completions of a mini-batch, a quarter of a batch")
     parser.add_argument("--learning_rate", type=float, default=3e-4)
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train adapters of this rank only")
     parser.add_argument("--pairs", type=int, nargs="+", default=range(len(PAIRS)), help="indices into the table")
     parser.add_argument("--no-shim", dest="shim", action="store_false")
     parser.add_argument("--output", type=Path, help="JSON of every run")

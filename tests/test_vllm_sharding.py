@@ -30,17 +30,20 @@ STRATEGIES = {
     "zero3": "DistributedType.DEEPSPEED",
 }
 LORA = {"r": 4, "target_modules": "all-linear", "lora_dropout": 0.0}
+GATHERED = {"fp8_recipe": "tensorwise", "fp8_fsdp_all_gather": True, "vllm_quantization": "fp8_per_channel"}
 REQUESTS = {
-    "full": {},
+    "full": {"settings": {"save_strategy": "steps", "save_steps": 4}},
     "lora": {"lora": LORA},
+    "resumed": {"resume": "full/checkpoint-4"},
+    "gathered": {"settings": GATHERED},
     "server": {"settings": {"vllm_mode": "server", "vllm_server_timeout": 240.0}},
     "split": {"settings": {"vllm_tensor_parallel_size": 2}},
 }
 CELLS = [
     *((strategy, name) for strategy in STRATEGIES for name in ("full", "lora")),
-    ("fsdp2", "server"),
-    ("fsdp2", "split"),
+    *(("fsdp2", name) for name in ("resumed", "gathered", "server", "split")),
 ]
+WHOLE = [(strategy, name) for strategy, name in CELLS if name in ("full", "resumed", "gathered")]
 
 
 def launch(strategy, requests, folder):
@@ -92,15 +95,15 @@ def test_every_rank_rolls_out_with_the_same_weights_and_calibrates(strategy, nam
     assert first["type"] == STRATEGIES[strategy]
     for key in ("canary", "bounds", "bytes", "k3", "scores"):
         assert str(first[key]) == str(second[key]), key
-    assert len(first["canary"]) == len(first["k3"]) == 3  # generation batches
+    assert len(first["canary"]) == len(first["k3"]) == 3  # generation batches, those before a resume too
     assert len(first["rho"]) > 0
     assert first["bounds"] != (0.6, 1.8)
     assert max(first["k3"]) < 0.01
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_engines_hold_what_one_process_loads_from_the_saved_model(strategy, runs, tmp_path):
-    ranks, folder = runs(strategy, "full")
+@pytest.mark.parametrize(("strategy", "name"), WHOLE)
+def test_the_engines_hold_what_one_process_loads_from_the_saved_model(strategy, name, runs, tmp_path):
+    ranks, folder = runs(strategy, name)
     saved = AutoModelForCausalLM.from_pretrained(folder / "final")
     fresh = score(start_engine(saved, tmp_path, bf16=True).llm)
     start = AutoModelForCausalLM.from_pretrained(folder.parent / "policy")

@@ -50,7 +50,7 @@ def run(folder: Path, name: str, request: dict) -> dict:
         peft_config=peft_config,
     )
     keep_alive(trainer)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=str(folder / request["resume"]) if "resume" in request else None)
     trainer.vllm_generation.sync_weights()
     scores = score(trainer.vllm_generation.llm) if settings["vllm_mode"] == "colocate" else None
     trainer.save_model(str(folder / name / "final"))
