@@ -233,6 +233,13 @@ def test_resuming_in_another_precision_is_named(flag, tmp_path, caplog):
     assert resumed.state.global_step == 24
 
 
+def test_resuming_with_another_generation_batch_is_named(tmp_path, caplog):
+    """As on fewer processes, where each goes on with the batch it had."""
+    stop_and_resume(tmp_path, 4, resumed={"per_device_train_batch_size": 4}, steps_per_generation=4)
+    (warning,) = [r.message for r in caplog.records if "with other settings" in r.message]
+    assert "(generation_batch_size: 32 -> 16)" in warning
+
+
 def test_bounds_from_before_a_run_without_calibration_are_not_restored(tmp_path, caplog):
     settings = {**SCHEDULE, "steps_per_generation": 4, "save_steps": 4}
     for steps, calibrated in ((8, True), (12, False), (16, True)):

@@ -11,8 +11,8 @@ from transformers.trainer_callback import ExportableState
 
 logger = logging.getLogger(__name__)
 
-# Fields of FP8GRPOConfig that change what a step computes, and what may follow from a change
-_FIELDS = ("fp8_recipe", "fp8_scale_rounding", "use_calibrated_clipping", "optim")
+# Fields of FP8GRPOConfig that change what a step computes. The generation batch follows the number of processes
+_FIELDS = ("fp8_recipe", "fp8_scale_rounding", "use_calibrated_clipping", "optim", "generation_batch_size")
 
 # What a calibrating policy saves, and the range [low, high) of each
 _POLICY_ATTRIBUTES = {
@@ -23,7 +23,7 @@ _POLICY_ATTRIBUTES = {
 
 
 class SettingsRecord(TrainerCallback, ExportableState):
-    """Saves precision and optimizer of a run with its checkpoints, and names each that differs on resuming.
+    """Saves precision, optimizer and batch of a run with its checkpoints, and names each that differs on resuming.
 
     Also drops the state of a clipping policy that the resumed run has not: it would be out of date in the checkpoints
     to come, and restored from them.
