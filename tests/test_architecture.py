@@ -130,3 +130,12 @@ def test_nothing_is_built_or_changed(monkeypatch):
     architecture.difference(policy.config, policy)
     assert torch.equal(torch.random.get_rng_state(), before)
     assert policy.config.to_dict() == config
+
+
+def test_fused_experts_are_refused_on_a_cpu():
+    with pytest.raises(
+        ValueError, match=r"use_vllm=True on a CPU with fused experts .*experts.*Use a GPU, or set use_"
+    ):
+        architecture.check_experts(build_moe(), "cpu")
+    architecture.check_experts(build_moe(), "cuda")
+    architecture.check_experts(build_model(), "cpu")

@@ -32,8 +32,8 @@ def check(canary, nats):
 
 def test_the_first_difference_is_the_floor_and_five_of_it_a_jump():
     canary = build_canary()
-    assert check(canary, 0.1)["rollout/canary_floor"] == pytest.approx(0.1, abs=1e-5)
-    assert check(canary, 0.49)["rollout/canary"] == pytest.approx(0.49, abs=1e-5)
+    assert check(canary, 0.1)["rollout/canary_floor"] == pytest.approx(0.1, abs=1e-4)
+    assert check(canary, 0.49)["rollout/canary"] == pytest.approx(0.49, abs=1e-4)
     with pytest.raises(RuntimeError, match=r"After weight sync 3 .* differ by 0.51 .* times the 0.1 of"):
         check(canary, 0.51)
 

@@ -41,7 +41,7 @@ ALLOWED = {
     "shadow": ({"_upstream", "compiling", "float8"}, {"torch", "transformers"}),
     "parity": ({"float8"}, {"torch"}),
     "architecture": ({"_upstream_vllm", "float8", "parity"}, {"torch"}),
-    "canary": (set(), {"torch"}),
+    "canary": ({"_upstream_vllm"}, {"torch"}),
     "weights": ({"_upstream_vllm", "all_gather", "canary", "config", "float8"}, {"torch"}),
     "server_checks": ({"architecture", "config", "float8", "parity"}, {"transformers"}),
     "server": (

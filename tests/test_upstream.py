@@ -1,12 +1,13 @@
 """Contract of every private or non-public upstream name we import or override: it exists, with these parameters."""
 
+import copy
 import dataclasses
 import inspect
 
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import build_model, build_trainer
+from conftest import build_model, build_moe, build_trainer
 from torch import nn
 from transformers import Trainer
 from transformers.trainer_callback import ExportableState, TrainerState
@@ -217,6 +218,68 @@ def test_merged_copies_leave_every_bit_of_the_base():
     assert not torch.equal(layer.base_layer.weight, base[weight])
 
 
+def peft_configs() -> dict:
+    import peft
+
+    targets = {"target_modules": ["q_proj", "down_proj"]}
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    return {
+        "lora": peft.LoraConfig(r=4, init_lora_weights=False, bias="all", **targets),
+        "dora": peft.LoraConfig(r=4, init_lora_weights=False, use_dora=True, **targets),
+        "lora of experts, two wrappers": peft.LoraConfig(
+            r=4, init_lora_weights=False, target_modules=["q_proj"], target_parameters=experts
+        ),
+        "ia3": peft.IA3Config(feedforward_modules=["down_proj"], init_ia3_weights=False, **targets),
+        "oft": peft.OFTConfig(r=0, oft_block_size=8, init_weights=False, **targets),
+        "norms, swapped by merging": peft.LNTuningConfig(target_modules=["input_layernorm"]),
+    }
+
+
+@pytest.mark.filterwarnings("ignore:Unsupported layer type")  # PEFT of the norms that LNTuning is made for
+@pytest.mark.parametrize("before", ["apart", "merged"])
+@pytest.mark.parametrize("kind", peft_configs())
+def test_merged_copies_are_what_peft_merges(kind, before):
+    from peft import get_peft_model
+
+    model = get_peft_model(build_moe() if "experts" in kind else build_model(), peft_configs()[kind])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    expected = copy.deepcopy(model)
+    expected.merge_adapter()
+    expected = dict(expected.named_parameters())
+    start = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    assert any(not torch.equal(expected[name], value) for name, value in start.items())
+    if before == "merged":
+        model.merge_adapter()
+    flags = [layer.merged for _, layer in _upstream_vllm.tuner_layers(model)]
+    objects = dict(model.named_parameters())
+    values = {name: parameter.clone() for name, parameter in objects.items()}
+    with _upstream_vllm.merging_into_copies(model):
+        model.merge_adapter()
+        for name, tensor in model.named_parameters():
+            assert model.prefix in name or torch.equal(tensor, expected[name]), name
+        model.unmerge_adapter()
+    assert dict(model.named_parameters()) == objects
+    assert all(torch.equal(parameter, values[name]) for name, parameter in objects.items())
+    assert [layer.merged for _, layer in _upstream_vllm.tuner_layers(model)] == flags
+
+
+def test_hooks_are_not_copied_with_a_layer():
+    """Those of ZeRO hold its engine, which would be copied with them."""
+    model = lora_model(torch.float32)
+    layer = model.base_model.model[0]
+    calls = []
+    handle = layer.base_layer.register_forward_hook(lambda *args: calls.append(args))
+    copied = _upstream_vllm._merged_copy(layer)
+    copied(torch.ones(1, 16))
+    assert calls == []
+    layer(torch.ones(1, 16))
+    assert len(calls) == 1
+    handle.remove()
+
+
 def test_what_is_gathered_before_merging_is_the_parameters():
     model = lora_model(torch.float32)
     with _upstream_vllm.merging_into_copies(model):  # ZeRO-3 gathers `model.parameters()`, then TRL merges
@@ -318,3 +381,19 @@ def test_module_hooks_are_found():
     linear.register_forward_hook(lambda *_: None)
     linear.register_state_dict_post_hook(lambda *_: None)
     assert _upstream.module_hooks(linear) == ["forward hooks", "state dict hooks"]
+
+
+def test_the_fused_head_scores_at_temperature_1_and_is_gone_afterwards():
+    model = build_model()
+    ids = torch.arange(3, 15).view(2, 6)
+    plain = model(input_ids=ids).logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None]).squeeze(2)
+    forward = model.forward
+    _upstream_vllm.add_fused_lm_head(model, temperature=2.0)  # as TRL does for `temperature`
+    trained = model.forward
+    for before in (trained, None):
+        if before is None:
+            del model.forward
+        with _upstream_vllm.fused_head(model):
+            scored = model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs
+        assert torch.allclose(scored, plain, atol=1e-3)
+        assert model.forward == (before or forward)

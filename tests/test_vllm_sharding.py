@@ -36,11 +36,12 @@ REQUESTS = {
     "lora": {"lora": LORA},
     "resumed": {"resume": "full/checkpoint-4"},
     "gathered": {"settings": GATHERED},
+    "dora": {"lora": {**LORA, "use_dora": True}},
     "server": {"settings": {"vllm_mode": "server", "vllm_server_timeout": 240.0}},
     "split": {"settings": {"vllm_tensor_parallel_size": 2}},
 }
 CELLS = [
-    *((strategy, name) for strategy in STRATEGIES for name in ("full", "lora")),
+    *((strategy, name) for strategy in STRATEGIES for name in ("full", "lora", "dora")),
     *(("fsdp2", name) for name in ("resumed", "gathered", "server", "split")),
 ]
 WHOLE = [(strategy, name) for strategy, name in CELLS if name in ("full", "resumed", "gathered")]
@@ -75,7 +76,7 @@ def runs(tmp_path_factory):
         names = [n for s, n in CELLS if s == strategy and (n == "split") == (name == "split")]
         if (strategy, *names) not in done:
             folder = tmp_path_factory.mktemp(f"{strategy}-{len(names)}")
-            path = save_policy(build_policy(), folder / "policy")
+            path = save_policy(build_policy(tie_word_embeddings=False), folder / "policy")
             requests = {n: copy.deepcopy(REQUESTS[n]) for n in names}
             with contextlib.ExitStack() as stack:
                 if "server" in names:
@@ -112,16 +113,21 @@ def test_the_engines_hold_what_one_process_loads_from_the_saved_model(strategy, 
         assert torch.equal(rank["scores"], fresh)
 
 
+@pytest.mark.parametrize("name", ["lora", "dora"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_engines_hold_the_adapters_that_one_process_merges(strategy, runs, tmp_path):
+def test_the_engines_hold_the_adapters_that_one_process_merges(strategy, name, runs, tmp_path):
     from peft import PeftModel
 
-    ranks, folder = runs(strategy, "lora")
+    ranks, folder = runs(strategy, name)
     dtype = torch.bfloat16 if strategy == "zero3" else torch.float32  # DeepSpeed casts the model
     base = AutoModelForCausalLM.from_pretrained(folder.parent / "policy", dtype=dtype)
     merged = PeftModel.from_pretrained(base, folder / "final", autocast_adapter_dtype=False).merge_and_unload()
     path = save_policy(merged, tmp_path / "merged", dtype)
     fresh = score(start_engine(AutoModelForCausalLM.from_pretrained(path), tmp_path, bf16=True).llm)
+    start = score(
+        start_engine(AutoModelForCausalLM.from_pretrained(folder.parent / "policy"), tmp_path, bf16=True).llm
+    )
+    assert (fresh - start).abs().mean() > 0.1
     for rank in ranks:
         assert torch.equal(rank["scores"], fresh)
 

@@ -4,6 +4,7 @@ As in `_upstream.py`, each entry says why it is needed, the versions it was chec
 `tests/test_upstream.py` holds its contract.
 """
 
+import copy
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
 
 # trl 1.16: `VLLMGeneration` has no public path and no hook for engine arguments or for the weight sync; its module and
 # the trainer's are imported to replace one name in each while TRL constructs (`_replaced`). `empty_cache` is what TRL
@@ -22,6 +24,7 @@ from trl.generation import vllm_generation
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration, empty_cache
 from trl.trainer import grpo_trainer
+from trl.trainer.utils import add_fused_lm_head
 from urllib3.exceptions import ReadTimeoutError
 from urllib3.util import Retry
 
@@ -35,6 +38,7 @@ __all__ = [
     "engine_arguments",
     "engine_in_place_of_trls",
     "engine_rounds_block_scales",
+    "fused_head",
     "kv_cache_dtypes",
     "limit_answers",
     "llm_in_place_of_vllms",
@@ -176,25 +180,52 @@ def tuner_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 @contextmanager
-def merging_into_copies(model: Any) -> Iterator[None]:
-    """Context in which `model.merge_adapter()` of a PEFT model leaves its weights as they are (peft 0.21).
+def fused_head(model: Any) -> Iterator[None]:
+    """Context in which `model(..., labels=labels, fused_lm_head=True)` gives log-probs at temperature 1 (trl 1.16).
 
-    Until `model.unmerge_adapter()`, `model.named_parameters()` gives a merged copy of each weight that has an adapter,
-    one at a time and sharded as the weight is. TRL merges in place and subtracts afterwards, which leaves rounding
-    errors in the base weights at every sync. Delete when TRL reads merged copies.
+    The forward that TRL trains with. The model's own would call the head as a module, which ZeRO-3 remembers, fetches
+    ahead in the next step, and fails on when TRL gathers the head itself.
     """
-    layers: dict[int, Any] = {}
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    before = vars(base).get("forward")
+    add_fused_lm_head(base)
+    try:
+        yield
+    finally:
+        if before is None:
+            del base.forward
+        else:
+            base.forward = before
+
+
+@contextmanager
+def merging_into_copies(model: Any) -> Iterator[None]:
+    """Context in which `model.merge_adapter()` of a PEFT model leaves it as it is (peft 0.21).
+
+    Until `model.unmerge_adapter()`, `model.named_parameters()` gives what each parameter of a layer with adapters
+    would be after merging; one layer at a time is copied. TRL merges in place and unmerges afterwards, which leaves
+    rounding errors in the base weights at every sync, and loses what is merged by assignment under FSDP2 (DoRA, IA3).
+    Delete when TRL reads merged copies.
+    """
+    layers: dict[int, tuple[str, nn.Module]] = {}
     original = model.named_parameters
 
     def merge_adapter(*args: Any, **kwargs: Any) -> None:
-        for _, layer in tuner_layers(model):
-            layers.update((id(p), layer) for p in layer.get_base_layer().parameters(recurse=False))
-        assert layers, "no base weight of an adapter is at hand"
+        for _, layer in tuner_layers(model):  # outermost first, and layers of several adapters may be nested
+            for name, parameter in layer.named_parameters():
+                layers.setdefault(id(parameter), (name, layer))
 
     def named_parameters(*args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        source = copied = None
         for name, parameter in original(*args, **kwargs):
-            layer = layers.get(id(parameter))
-            yield name, parameter if layer is None else _merged_copy(parameter, layer)
+            inside, layer = layers.get(id(parameter), ("", None))
+            if layer is None or model.prefix in name:  # TRL leaves out the adapters' own
+                yield name, parameter
+                continue
+            if layer is not source:
+                source, copied = layer, _merged_copy(layer)
+            assert copied is not None
+            yield name, _sharded_as(parameter, copied.get_parameter(inside).detach())
 
     model.merge_adapter, model.unmerge_adapter = merge_adapter, lambda *args, **kwargs: layers.clear()
     model.named_parameters = named_parameters
@@ -205,17 +236,30 @@ def merging_into_copies(model: Any) -> Iterator[None]:
 
 
 @torch.no_grad()
-def _merged_copy(parameter: Tensor, layer: Any) -> Tensor:
-    """What `parameter` of the base layer of `layer` is with its adapters merged; other parameters stand in for it."""
-    base = layer.get_base_layer()
-    kept = dict(base.named_parameters(recurse=False))
-    try:
-        for name, p in kept.items():
-            setattr(base, name, nn.Parameter(p.detach().clone(), requires_grad=False))
-        layer.merge()
-        (copy,) = (getattr(base, name).detach().clone() for name, p in kept.items() if p is parameter)
-        layer.unmerge()
-    finally:
-        for name, p in kept.items():
-            setattr(base, name, p)
-    return copy
+def _merged_copy(layer: nn.Module) -> nn.Module:
+    """A copy of a PEFT layer, whole on each rank and without hooks (they hold the engines of ZeRO), merged."""
+    memo: dict[int, Any] = {id(p): nn.Parameter(_whole(p), requires_grad=False) for p in layer.parameters()}
+    for module in layer.modules():
+        hooks = (value for name, value in vars(module).items() if name.endswith("_hooks") and value)
+        memo |= {id(value): type(value)() for value in hooks}
+    copied = copy.deepcopy(layer, memo)
+    for _, part in tuner_layers(copied):
+        if not part.merged:
+            part.merge()
+    return copied
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    """A copy of `parameter`, gathered if FSDP2 has sharded it; a collective then."""
+    if isinstance(parameter, DTensor):
+        on_device: Any = parameter.detach().to(parameter.device_mesh.device_type)
+        return on_device.full_tensor().clone()
+    return parameter.detach().clone()
+
+
+def _sharded_as(parameter: Tensor, whole: Tensor) -> Tensor:
+    """`whole` as TRL asks for it: under FSDP2 something that can be gathered, which costs nothing here."""
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return whole

@@ -98,6 +98,21 @@ def check_adapters(policy: Any) -> None:
         )
 
 
+def check_experts(policy: Any, device_type: str) -> None:
+    """Refuse what a vLLM engine on a CPU does not take over from a weight sync (measured, vLLM 0.31).
+
+    Raises:
+        ValueError: the policy has fused experts, and the engine would go on with others.
+    """
+    fused = [name for name, shape in engine_parameters(policy).items() if ".experts." in name and len(shape) == 3]
+    if device_type == "cpu" and fused:
+        raise ValueError(
+            f"use_vllm=True on a CPU with fused experts ({fused[0]}): vLLM's CPU engine multiplies by a packed copy "
+            "of them, which a weight sync leaves stale, so it would sample from another policy. Use a GPU, or set "
+            "use_vllm=False."
+        )
+
+
 def _tied(model: Any) -> bool:
     ends: Sequence[Any] = (model.get_input_embeddings(), model.get_output_embeddings())
     return None not in ends and ends[0].weight is ends[1].weight

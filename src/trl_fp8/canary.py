@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from . import _upstream_vllm
+
 
 logger = logging.getLogger(__name__)
 
@@ -63,10 +65,10 @@ class Canary:
         """
         engine = torch.tensor(score(self.token_ids), device=accelerator.device)
         ids = torch.tensor([self.token_ids], device=accelerator.device)
-        with torch.no_grad():
-            logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
-        trainer = logits[0, :-1].float().log_softmax(dim=-1).gather(1, ids[0, 1:].unsqueeze(1)).squeeze(1)
-        difference = (trainer - engine).abs().mean()
+        mask = torch.ones_like(ids)
+        with torch.no_grad(), _upstream_vllm.fused_head(model), accelerator.autocast():
+            trainer = model(input_ids=ids, attention_mask=mask, labels=ids, fused_lm_head=True).log_probs[0]
+        difference = (trainer.float() - engine).abs().mean()
         # A NaN is the worst difference there is, and a maximum would drop it
         return torch.nan_to_num(accelerator.gather(difference), nan=float("inf")).max().item()
 

@@ -81,6 +81,7 @@ class RolloutEngine(SyncedEngine):
         _upstream_vllm.require_vllm()
         settings = self._settings
         check_source(self.model, self.trust_remote_code)
+        architecture.check_experts(self.model, self.accelerator.device.type)
         self._expected = set(architecture.engine_parameters(self.model))
         self._report = self._before_start()
         self._ignored = [] if settings.rollout_quantization == "none" else ignored_by_engine(self._report)

@@ -48,6 +48,7 @@ class ServerEngine(SyncedEngine):
         served = self._from_main(server_checks.ask(settings, str(self.model.name_or_path)) if is_main else None)
         server_checks.check_settings(settings, served)
         server_checks.check_model(settings, served, self.model)
+        architecture.check_experts(self.model, self.accelerator.device.type)
         self._expected = set(architecture.engine_parameters(self.model))
         self._report = self._before_start()
         server_checks.check_layers(settings, served, self._report)

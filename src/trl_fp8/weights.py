@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from . import _upstream_vllm
 from .canary import Canary
@@ -71,6 +72,9 @@ class SyncedEngine(_upstream_vllm.VLLMGeneration):
         """
         self._refuse_unusable()
         start = time.perf_counter()
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):  # after a forward pass alone FSDP2 still holds the root's weights whole
+                module.reshard()
         self._check_names()
         sent = {"bytes": 0}
         try:
