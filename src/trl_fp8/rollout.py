@@ -204,6 +204,11 @@ def check_source(model: Any, trust_remote_code: bool) -> None:
     found = architecture.difference(config, model)
     if found:
         what, theirs, ours = found
+        if hasattr(model, "peft_config"):
+            advice = (
+                "If the adapter is what differs: the weight sync carries over what PEFT merges, for adapters named "
+                "'default' (not AdaLoRA, nor trainable tokens of a larger adapter). Otherwise: " + advice
+            )
         raise ValueError(
             f"use_vllm=True with a policy whose {what} is {ours}, while its checkpoint {path!r}, from which vLLM "
             f"starts, says {theirs}. {advice}"
