@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 # trl 1.16: `VLLMGeneration` has no public path and no hook for engine arguments or for the weight sync; its module and
 # the trainer's are imported to replace one name in each while TRL constructs (`_replaced`). `empty_cache` is what TRL
 # calls before it wakes an engine. Delete when `GRPOTrainer` takes engine arguments (huggingface/trl#6776) and
-# syncs quantised engines (huggingface/trl#7085).
+# syncs quantised engines (huggingface/trl#7085). `add_fused_lm_head` is documented and not exported: see `fused_head`.
 from trl.generation import vllm_generation
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration, empty_cache
@@ -237,7 +237,10 @@ def merging_into_copies(model: Any) -> Iterator[None]:
 
 @torch.no_grad()
 def _merged_copy(layer: nn.Module) -> nn.Module:
-    """A copy of a PEFT layer, whole on each rank and without hooks (they hold the engines of ZeRO), merged."""
+    """A copy of a PEFT layer, whole on each rank and without hooks (they hold the engines of ZeRO), merged.
+
+    torch has no public way to list or drop the hooks of a module (torch 2.13).
+    """
     memo: dict[int, Any] = {id(p): nn.Parameter(_whole(p), requires_grad=False) for p in layer.parameters()}
     for module in layer.modules():
         hooks = (value for name, value in vars(module).items() if name.endswith("_hooks") and value)
