@@ -76,7 +76,7 @@ quickstart-vllm: $(VLLM_STAMP)
 
 # Importing vLLM raises warnings of other packages, so they are no errors here. One process: engines share its groups.
 test-vllm: $(VLLM_STAMP)
-	OMP_NUM_THREADS=1 VLLM_LOGGING_LEVEL=ERROR $(VLLM_PY) -m pytest -m vllm -W default --show-capture=no tests/test_vllm_*.py
+	OMP_NUM_THREADS=1 VLLM_LOGGING_LEVEL=ERROR $(VLLM_PY) -m pytest -m vllm -W default --show-capture=no tests/rollout
 
 lint: $(STAMP)
 	.venv/bin/ruff check

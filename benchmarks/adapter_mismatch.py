@@ -18,7 +18,7 @@ from peft import LoraConfig
 from transformers import AutoTokenizer
 
 from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer
-from trl_fp8._upstream_vllm import tuner_layers
+from trl_fp8.rollout._upstream import tuner_layers
 
 
 # (fp8_recipe, vllm_quantization)

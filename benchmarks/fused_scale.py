@@ -18,7 +18,7 @@ from torchao.float8.float8_training_tensor import GemmInputRole, hp_tensor_and_s
 from torchao.float8.float8_utils import amax_to_scale
 
 from trl_fp8 import float8, trainer
-from trl_fp8.parity import FUSED
+from trl_fp8.rollout.layer_table import FUSED
 
 
 def shared_matmul(self, rows, weight):

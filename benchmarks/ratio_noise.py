@@ -26,7 +26,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trl_fp8 import CalibratedClippingCallback, FP8GRPOConfig, FP8GRPOTrainer, diagnostics
-from trl_fp8.clip_statistics import ClipStatistics
+from trl_fp8.clipping.statistics import ClipStatistics
 
 
 RECIPES = [

@@ -23,7 +23,7 @@ from ratio_noise import sample
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from trl_fp8.emulation import decode
+from trl_fp8.float8.emulation import decode
 
 
 RULES = ["fp32", "power of 2", "power of 2, exact max", "431 / max"]

@@ -18,9 +18,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from trl_fp8 import _upstream, blockwise
-from trl_fp8.float8 import RECIPES, layer_factory
-from trl_fp8.kernels import resolve_emulation
+from trl_fp8 import _upstream
+from trl_fp8.float8 import RECIPES, blockwise, layer_factory
+from trl_fp8.float8.device import resolve_emulation
 
 
 # (out_features, in_features) of the linears of a Qwen3-8B layer

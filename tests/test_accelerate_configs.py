@@ -74,7 +74,7 @@ def test_the_example_trains_and_saves_on_two_cpu_processes(strategy, tmp_path):
     config = root / "configs" / "accelerate" / f"cpu_2proc_{strategy}.yaml"
     script = [str(root / "examples" / "grpo_fp8.py")]
     if strategy != "ddp":
-        script.insert(0, str(root / "tests" / "cpu_sharding.py"))
+        script.insert(0, str(root / "tests" / "helpers" / "cpu_sharding.py"))
     settings = "--max_steps 4 --calibration_interval 1 --save_steps 4 --use_peft --report_to none".split()
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
     done = subprocess.run(

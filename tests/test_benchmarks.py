@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import build_trainer
+from builders import build_trainer
 
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))

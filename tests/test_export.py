@@ -4,13 +4,13 @@ import json
 
 import pytest
 import torch
-from conftest import build_model, build_tokenizer
+from builders import build_model, build_tokenizer
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from trl_fp8.blockwise import dequantized_blocks
 from trl_fp8.export import STRATEGIES, export_fp8, main, quantize_weight
+from trl_fp8.float8.blockwise import dequantized_blocks
 
 
 @pytest.fixture

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import build_trainer
+from builders import build_trainer
 
 from trl_fp8.checkpoints import MARKER, check_optimizer, last_whole_checkpoint
-from trl_fp8.strategies import World
+from trl_fp8.distributed import World
 
 
-SCRIPT = Path(__file__).with_name("kill_run.py")
+SCRIPT = Path(__file__).parent / "helpers" / "kill_run.py"
 
 
 def launch(folder, point):

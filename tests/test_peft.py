@@ -4,13 +4,13 @@ import copy
 
 import pytest
 import torch
-from conftest import RECIPES, build_model, build_trainer
+from builders import RECIPES, build_model, build_trainer
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import BitsAndBytesConfig
 
 from trl_fp8.float8 import convert_model, high_precision
+from trl_fp8.float8.linear import SwitchableLinear
 from trl_fp8.reference import without_adapter
-from trl_fp8.switchable import SwitchableLinear
 
 
 CALIBRATED = {"calibration_interval": 1, "max_steps": 4, "learning_rate": 5e-3}

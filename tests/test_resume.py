@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import build_trainer
+from builders import build_trainer
 from transformers import TrainerCallback
 
 from trl_fp8 import CalibratedClippingCallback, ClippingPolicy
@@ -99,7 +99,7 @@ def test_stopped_inside_a_batch_it_keeps_its_number_and_is_redone(step, tmp_path
 
 
 def test_a_batch_redone_after_a_stop_recalibrates_over_all_its_micro_batches(tmp_path, monkeypatch):
-    from trl_fp8.clip_statistics import ClipStatistics
+    from trl_fp8.clipping.statistics import ClipStatistics
 
     updates = []
     update = ClipStatistics.update

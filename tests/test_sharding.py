@@ -77,14 +77,14 @@ FAST = {"fsdp2": ("rowwise-full", "whole", "resumed", "fp8-short", "bf16-short")
 
 
 def launch(strategy, requests, folder):
-    script = [str(ROOT / "tests" / "shard_run.py"), str(folder), json.dumps(requests)]
+    script = [str(ROOT / "tests" / "helpers" / "shard_run.py"), str(folder), json.dumps(requests)]
     if strategy == "one":
         command = [sys.executable, *script]
     else:
         text = (ROOT / "configs" / "accelerate" / f"cpu_2proc_{strategy.removesuffix('-sharded')}.yaml").read_text()
         config = folder / "accelerate.yaml"
         config.write_text(text.replace("FULL_STATE_DICT", "SHARDED_STATE_DICT") if "sharded" in strategy else text)
-        shim = [] if strategy == "ddp" else [str(ROOT / "tests" / "cpu_sharding.py")]
+        shim = [] if strategy == "ddp" else [str(ROOT / "tests" / "helpers" / "cpu_sharding.py")]
         accelerate = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
         command = [*accelerate, "--main_process_port", "0", *shim, *script]
     done = subprocess.run(

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import build_trainer
+from builders import build_trainer
 
 
 # Warnings of the trackers' own dependencies are not ours to fix
@@ -66,11 +66,19 @@ def test_wandb_offline(tmp_path, monkeypatch):
 def test_trackio(tmp_path):
     pytest.importorskip("trackio")
     script = (
-        "import sys; sys.path.insert(0, sys.argv[2]); from pathlib import Path; "
+        "import sys; sys.path[:0] = sys.argv[2:]; from pathlib import Path; "
         "import test_trackers; test_trackers.run(Path(sys.argv[1]), 'trackio')"
     )
+    tests = Path(__file__).parent
     done = subprocess.run(  # a process of its own, because trackio reads where to write when it is imported
-        [sys.executable, "-c", script, str(tmp_path), str(Path(__file__).parent)],
+        [
+            sys.executable,
+            "-c",
+            script,
+            str(tmp_path),
+            str(Path(__file__).parent),
+            str(Path(__file__).parent / "helpers"),
+        ],
         env={**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio")},
         capture_output=True,
         text=True,

@@ -5,17 +5,26 @@ import math
 
 import pytest
 import torch
-from conftest import RECIPES, VOCABULARY, build_dataset, build_model, build_tokenizer, build_trainer, digits_reward
+from builders import (
+    RECIPES,
+    VOCABULARY,
+    build_dataset,
+    build_model,
+    build_tokenizer,
+    build_trainer,
+    digits_reward,
+    logged,
+)
 from datasets import Dataset, IterableDataset
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-import trl_fp8.kernels as kernels_module
+import trl_fp8.float8.device as kernels_module
 import trl_fp8.trainer as trainer_module
 from trl_fp8 import CalibratedClippingCallback, ClippingPolicy, FP8GRPOConfig, FP8GRPOTrainer
-from trl_fp8.clip_statistics import ClipStatistics
 from trl_fp8.clipping import ClipSearch, calibrate_bounds, importance_weight
-from trl_fp8.switchable import SwitchableLinear
+from trl_fp8.clipping.statistics import ClipStatistics
+from trl_fp8.float8.linear import SwitchableLinear
 
 
 CALIBRATED = {"calibration_interval": 1, "max_steps": 4}
@@ -66,10 +75,6 @@ class ForwardCounter:
             return score(trainer, model, *args, **kwargs)
 
         monkeypatch.setattr(GRPOTrainer, "_get_per_token_logps_and_entropies", spy)
-
-
-def logged(trainer, key):
-    return [entry[key] for entry in trainer.state.log_history if key in entry]
 
 
 # -- a real step
@@ -364,10 +369,12 @@ class FakeVLLMGeneration:
 def fake_engine(monkeypatch):
     import trl.trainer.grpo_trainer as upstream
 
-    monkeypatch.setattr("trl_fp8.rollout.RolloutEngine", FakeVLLMGeneration)
+    monkeypatch.setattr("trl_fp8.rollout.colocate.RolloutEngine", FakeVLLMGeneration)
     monkeypatch.setattr(upstream, "is_vllm_available", lambda *a, **k: True, raising=False)
     monkeypatch.setattr("trl.generation.vllm_generation.is_vllm_available", lambda *a, **k: True)
-    monkeypatch.setattr("trl_fp8.rollout.check_arguments", lambda args: None)  # asks the vLLM that is not here
+    monkeypatch.setattr(
+        "trl_fp8.rollout.colocate.check_arguments", lambda args: None
+    )  # asks the vLLM that is not here
 
 
 VLLM = {"use_vllm": True, "vllm_mode": "colocate", "vllm_quantization": "none"}
@@ -402,7 +409,7 @@ def test_a_batch_that_is_scored_in_full_keeps_trls_weights(tmp_path, fake_engine
             _, ids, logps, _ = super().generate(*args, **kwargs)
             return None, ids, [[[-3.0] if lp == [None] else lp for lp in row] for row in logps], None
 
-    monkeypatch.setattr("trl_fp8.rollout.RolloutEngine", Scored)
+    monkeypatch.setattr("trl_fp8.rollout.colocate.RolloutEngine", Scored)
     trainer = build_trainer(tmp_path, vllm_importance_sampling_mode="sequence_mask", **VLLM, **CALIBRATED)
     trainer.model.train()
     batch = trainer._generate_and_score_completions([{"prompt": "1+1="}] * 8)

@@ -7,7 +7,7 @@ import inspect
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import build_model, build_moe, build_trainer
+from builders import build_model, build_moe, build_trainer
 from torch import nn
 from transformers import Trainer
 from transformers.trainer_callback import ExportableState, TrainerState
@@ -16,7 +16,9 @@ from trl.distributed import DistributedBackend
 from trl.generation import vllm_generation
 from trl.trainer import grpo_trainer
 
-from trl_fp8 import FP8GRPOTrainer, _upstream, _upstream_vllm
+from trl_fp8 import FP8GRPOTrainer, _upstream
+from trl_fp8.rollout import _upstream as vllm_upstream
+from trl_fp8.rollout import adapters
 
 
 @pytest.mark.parametrize("name", _upstream.TRL_OVERRIDES)
@@ -131,7 +133,7 @@ def test_torchao_s_own_shards_still_have_no_subclass_and_fsdp2_asks_as_ours_answ
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torchao.float8 import fsdp_utils
 
-    from trl_fp8.all_gather import Float8Shard
+    from trl_fp8.float8.all_gather import Float8Shard
 
     source = inspect.getsource(fsdp_utils.WeightWithDynamicFloat8CastTensor)
     assert "lambda x: WeightWithDynamicFloat8CastTensor(x, mm_config, dtype)" in source
@@ -199,7 +201,7 @@ def test_merged_copies_leave_every_bit_of_the_base():
     layer = model.base_model.model[0]
     objects = dict(model.named_parameters())
     base = {name: parameter.clone() for name, parameter in objects.items()}
-    with _upstream_vllm.merging_into_copies(model):
+    with adapters.merging_into_copies(model):
         model.merge_adapter()
         merged = dict(model.named_parameters())
         model.unmerge_adapter()
@@ -253,17 +255,17 @@ def test_merged_copies_are_what_peft_merges(kind, before):
     assert any(not torch.equal(expected[name], value) for name, value in start.items())
     if before == "merged":
         model.merge_adapter()
-    flags = [layer.merged for _, layer in _upstream_vllm.tuner_layers(model)]
+    flags = [layer.merged for _, layer in vllm_upstream.tuner_layers(model)]
     objects = dict(model.named_parameters())
     values = {name: parameter.clone() for name, parameter in objects.items()}
-    with _upstream_vllm.merging_into_copies(model):
+    with adapters.merging_into_copies(model):
         model.merge_adapter()
         for name, tensor in model.named_parameters():
             assert model.prefix in name or torch.equal(tensor, expected[name]), name
         model.unmerge_adapter()
     assert dict(model.named_parameters()) == objects
     assert all(torch.equal(parameter, values[name]) for name, parameter in objects.items())
-    assert [layer.merged for _, layer in _upstream_vllm.tuner_layers(model)] == flags
+    assert [layer.merged for _, layer in vllm_upstream.tuner_layers(model)] == flags
 
 
 def test_hooks_are_not_copied_with_a_layer():
@@ -272,7 +274,7 @@ def test_hooks_are_not_copied_with_a_layer():
     layer = model.base_model.model[0]
     calls = []
     handle = layer.base_layer.register_forward_hook(lambda *args: calls.append(args))
-    copied = _upstream_vllm._merged_copy(layer)
+    copied = adapters._merged_copy(layer)
     copied(torch.ones(1, 16))
     assert calls == []
     layer(torch.ones(1, 16))
@@ -282,7 +284,7 @@ def test_hooks_are_not_copied_with_a_layer():
 
 def test_what_is_gathered_before_merging_is_the_parameters():
     model = lora_model(torch.float32)
-    with _upstream_vllm.merging_into_copies(model):  # ZeRO-3 gathers `model.parameters()`, then TRL merges
+    with adapters.merging_into_copies(model):  # ZeRO-3 gathers `model.parameters()`, then TRL merges
         assert list(map(id, model.parameters())) == [id(p) for p in nn.Module.parameters(model)]
 
 
@@ -290,7 +292,7 @@ def test_merging_into_copies_ends_after_an_exception():
     model = lora_model(torch.float32)
 
     def fails():
-        with _upstream_vllm.merging_into_copies(model):
+        with adapters.merging_into_copies(model):
             model.merge_adapter()
             assert not model.base_model.model[0].merged
             raise KeyError
@@ -304,9 +306,9 @@ def test_merging_into_copies_ends_after_an_exception():
 @pytest.mark.parametrize(
     ("context", "module", "name"),
     [
-        (_upstream_vllm.engine_in_place_of_trls, grpo_trainer, "VLLMGeneration"),
-        (_upstream_vllm.llm_in_place_of_vllms, vllm_generation, "LLM"),
-        (_upstream_vllm.client_in_place_of_trls, vllm_generation, "VLLMClient"),
+        (vllm_upstream.engine_in_place_of_trls, grpo_trainer, "VLLMGeneration"),
+        (vllm_upstream.llm_in_place_of_vllms, vllm_generation, "LLM"),
+        (vllm_upstream.client_in_place_of_trls, vllm_generation, "VLLMClient"),
     ],
 )
 def test_names_are_replaced_inside_and_back_after_an_exception(context, module, name, monkeypatch):
@@ -323,15 +325,15 @@ def test_names_are_replaced_inside_and_back_after_an_exception(context, module, 
 
 def test_trl_builds_its_engine_under_the_names_we_replace():
     assert "self.vllm_generation = VLLMGeneration(" in inspect.getsource(GRPOTrainer.__init__)
-    assert "self.llm = LLM(" in inspect.getsource(_upstream_vllm.VLLMGeneration._init_vllm)
-    assert "self.vllm_client = VLLMClient(" in inspect.getsource(_upstream_vllm.VLLMGeneration._init_vllm)
-    assert "self._init_vllm()" in inspect.getsource(_upstream_vllm.VLLMGeneration.__init__)
+    assert "self.llm = LLM(" in inspect.getsource(vllm_upstream.VLLMGeneration._init_vllm)
+    assert "self.vllm_client = VLLMClient(" in inspect.getsource(vllm_upstream.VLLMGeneration._init_vllm)
+    assert "self._init_vllm()" in inspect.getsource(vllm_upstream.VLLMGeneration.__init__)
 
 
-@pytest.mark.parametrize("name", _upstream_vllm.VLLM_OVERRIDES)
+@pytest.mark.parametrize("name", vllm_upstream.VLLM_OVERRIDES)
 def test_the_engines_methods_have_the_parameters_we_rely_on(name):
-    parameters = inspect.signature(getattr(_upstream_vllm.VLLMGeneration, name)).parameters
-    assert tuple(parameters) == _upstream_vllm.VLLM_OVERRIDES[name]
+    parameters = inspect.signature(getattr(vllm_upstream.VLLMGeneration, name)).parameters
+    assert tuple(parameters) == vllm_upstream.VLLM_OVERRIDES[name]
 
 
 @pytest.mark.parametrize(
@@ -345,27 +347,27 @@ def test_the_engines_methods_have_the_parameters_we_rely_on(name):
     ],
 )
 def test_the_clients_methods_have_the_parameters_we_rely_on(name, parameters):
-    signature = inspect.signature(getattr(_upstream_vllm.VLLMClient, name))
+    signature = inspect.signature(getattr(vllm_upstream.VLLMClient, name))
     assert tuple(signature.parameters)[: len(parameters)] == parameters
 
 
 def test_trls_client_sends_all_weights_in_one_update():
     # The server quantises whole layers between start and finish; one update per tensor leaves fused layers garbage
-    source = inspect.getsource(_upstream_vllm.VLLMClient.update_named_params)
+    source = inspect.getsource(vllm_upstream.VLLMClient.update_named_params)
     start, send, finish = (source.index(part) for part in ("_start_weight_update()", "iterator=", "_finish_weight_u"))
     assert start < send < finish
-    assert "/start_weight_update" in inspect.getsource(_upstream_vllm.VLLMClient._start_weight_update)
-    assert "/finish_weight_update" in inspect.getsource(_upstream_vllm.VLLMClient._finish_weight_update)
+    assert "/start_weight_update" in inspect.getsource(vllm_upstream.VLLMClient._start_weight_update)
+    assert "/finish_weight_update" in inspect.getsource(vllm_upstream.VLLMClient._finish_weight_update)
 
 
 def test_trl_calls_the_sync_through_self_when_the_weights_sleep():
-    source = inspect.getsource(_upstream_vllm.VLLMGeneration.generate)
+    source = inspect.getsource(vllm_upstream.VLLMGeneration.generate)
     assert "self._llm_weights_sleeping" in source
     assert "self.sync_weights()" in source
 
 
 def test_trl_streams_parameters_under_the_names_of_the_checkpoint():
-    generation = object.__new__(_upstream_vllm.VLLMGeneration)
+    generation = object.__new__(vllm_upstream.VLLMGeneration)
     generation.model = build_model()
     generation._dist = DistributedBackend(Accelerator(cpu=True))
     assert generation._dist.is_fsdp is False
@@ -388,12 +390,12 @@ def test_the_fused_head_scores_at_temperature_1_and_is_gone_afterwards():
     ids = torch.arange(3, 15).view(2, 6)
     plain = model(input_ids=ids).logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None]).squeeze(2)
     forward = model.forward
-    _upstream_vllm.add_fused_lm_head(model, temperature=2.0)  # as TRL does for `temperature`
+    vllm_upstream.add_fused_lm_head(model, temperature=2.0)  # as TRL does for `temperature`
     trained = model.forward
     for before in (trained, None):
         if before is None:
             del model.forward
-        with _upstream_vllm.fused_head(model):
+        with vllm_upstream.fused_head(model):
             scored = model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs
         assert torch.allclose(scored, plain, atol=1e-3)
         assert model.forward == (before or forward)

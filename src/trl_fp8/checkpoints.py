@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ._upstream import rotate_checkpoints
 from .config import FP8GRPOConfig
-from .strategies import World
+from .distributed import World
 
 
 if TYPE_CHECKING:

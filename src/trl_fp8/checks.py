@@ -12,11 +12,11 @@ from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig
 
-from .callbacks import CalibratedClippingCallback
-from .clipping import ClipSearch
+from .clipping.calibrated import CalibratedClippingCallback
+from .clipping.search import ClipSearch
 from .config import FP8GRPOConfig
 from .config_checks import check_calibration
-from .strategies import World, check_strategy
+from .distributed import World, check_strategy
 
 
 if TYPE_CHECKING:

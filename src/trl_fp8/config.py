@@ -6,8 +6,8 @@ from typing import Literal
 from trl import GRPOConfig
 
 from . import config_checks
-from .clipping import ClipSearch
-from .pairing import resolve_quantization
+from .clipping.search import ClipSearch
+from .rollout.pairing import resolve_quantization
 
 
 @dataclass

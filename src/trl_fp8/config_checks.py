@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
-from .clipping import ClipSearch
+from .clipping.search import ClipSearch
 
 
 if TYPE_CHECKING:

@@ -27,10 +27,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from .blockwise import BLOCK, FORMAT, FORMAT_MAX
-from .float8 import convert_model
-from .parity import FUSED
+from .float8.blockwise import BLOCK, FORMAT, FORMAT_MAX
+from .float8.convert import convert_model
 from .plain_checkpoint import refuse_incomplete, tensors_of, trained_recipe, weight_files
+from .rollout.layer_table import FUSED
 
 
 # recipe -> strategies of compressed-tensors for weights and activations

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, cast
 from transformers.trainer_callback import ExportableState
 
 from . import checks
-from .callbacks import CalibratedClippingCallback, ClippingPolicy
-from .clipping import ClipStatistics
+from .clipping.calibrated import CalibratedClippingCallback
+from .clipping.policy import ClippingPolicy
+from .clipping.statistics import ClipStatistics
 from .config import FP8GRPOConfig
-from .metrics import Metric, MetricWindow
+from .diagnostics.window import Metric, MetricWindow
 from .resume import SettingsRecord
 
 

@@ -11,8 +11,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .config import FP8GRPOConfig
-from .float8 import convert_model, high_precision
-from .switchable import SwitchableLinear
+from .float8.convert import convert_model
+from .float8.linear import SwitchableLinear
+from .float8.shadow import high_precision
 
 
 if TYPE_CHECKING:

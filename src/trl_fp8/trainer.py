@@ -8,22 +8,25 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from trl import GRPOTrainer
 
-from . import checks, kernels, rollout
-from .alarms import mismatch_alarms
-from .all_gather import Float8ScaleCallback, check_shards
+from . import checks
 from .checkpoints import WholeCheckpoints
-from .clipping import ClipStatistics, importance_weight
-from .compiling import EagerGeneration, compile_layers
+from .clipping.importance import importance_weight
+from .clipping.statistics import ClipStatistics
 from .config import FP8GRPOConfig
 from .diagnostics import upper_tail
-from .float8 import ConversionReport, convert_model
-from .measure import Capture, MicroBatch, drop_unscored, measure, measure_rollout
-from .metrics import MetricWindow
+from .diagnostics.alarms import mismatch_alarms
+from .diagnostics.record import Capture, MicroBatch, drop_unscored, measure, measure_rollout
+from .diagnostics.window import MetricWindow
+from .distributed import World
+from .float8 import device
+from .float8.all_gather import Float8ScaleCallback, check_shards
+from .float8.compile import EagerGeneration, compile_layers
+from .float8.convert import ConversionReport, convert_model
+from .float8.shadow import Stopwatch, shadow_pass
 from .policy_host import PolicyHost
 from .reference import ReferencePrecision
-from .report import startup_line
-from .shadow import Stopwatch, shadow_pass
-from .strategies import World
+from .rollout import colocate
+from .startup import startup_line
 
 
 logger = logging.getLogger(__name__)
@@ -66,12 +69,12 @@ class FP8GRPOTrainer(PolicyHost, ReferencePrecision, WholeCheckpoints, EagerGene
         self._shadow_watch = Stopwatch()
         self.clip_statistics: ClipStatistics | None = None
         self.conversion_report: ConversionReport | None = None
-        self._emulated = args.fp8_recipe != "none" and kernels.prepare(args)
+        self._emulated = args.fp8_recipe != "none" and device.prepare(args)
         self._prepared = False
         self._alarms_raised: set[str] = set()
 
         # Errors of the model come before the engine, which takes long to start
-        with rollout.engine_context(args, self._prepare_model, self.record_metrics, policy=model):
+        with colocate.engine_context(args, self._prepare_model, self.record_metrics, policy=model):
             super().__init__(model, reward_funcs, args, *positional, **kwargs)
         self._clip_bounds = args.reference_bounds
         self._prepare_model()
