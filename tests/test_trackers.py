@@ -71,14 +71,7 @@ def test_trackio(tmp_path):
     )
     tests = Path(__file__).parent
     done = subprocess.run(  # a process of its own, because trackio reads where to write when it is imported
-        [
-            sys.executable,
-            "-c",
-            script,
-            str(tmp_path),
-            str(Path(__file__).parent),
-            str(Path(__file__).parent / "helpers"),
-        ],
+        [sys.executable, "-c", script, str(tmp_path), str(tests), str(tests / "helpers")],
         env={**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio")},
         capture_output=True,
         text=True,
