@@ -21,7 +21,7 @@ from trl_fp8.float8 import RECIPES
 
 
 def trainer_of(recipe: str, model_path: str, folder: str, steps: int) -> FP8GRPOTrainer:
-    settings = {"fp8_recipe": recipe, "use_calibrated_clipping": False}
+    settings = {"fp8_recipe": recipe, "clip_policy": "fixed"}
     return build(FP8GRPOTrainer, FP8GRPOConfig, model_path, f"{folder}/{recipe}", steps, **settings)
 
 

@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--recipe", default="rowwise")
     options = parser.parse_args()
     model_path = str(embedded_task.build_or_load())
-    off = {"fp8_recipe": "none", "use_calibrated_clipping": False}
+    off = {"fp8_recipe": "none", "clip_policy": "fixed"}
     equal = {
         "epsilon_high": 0.24,
         "vllm_importance_sampling_mode": "token_truncate",

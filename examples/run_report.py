@@ -5,11 +5,11 @@ from typing import Any
 
 
 LOWER, UPPER = "clip_bounds/lower", "clip_bounds/upper"
-BF16_SHARE = "calibration/alpha_low"
-FP8_SHARE_AT_REFERENCE = "clip_ratio/negative_at_reference"
-FP8_SHARE = "clip_ratio/negative"
+BF16_SHARE = "clip_share/lower_bf16"
+FP8_SHARE_AT_REFERENCE = "clip_share/lower_at_reference"
+FP8_SHARE = "clip_share/lower"
 CANARY, CANARY_FLOOR = "rollout/canary", "rollout/canary_floor"
-RHO_REF, RHO_AFTER = "calibration/rho_ref", "calibration/rho_after"
+RHO_REF, RHO_AFTER = "update_ratio/bf16", "update_ratio/after"
 
 
 def recalibrations(history: list[dict[str, Any]]) -> list[dict[str, Any]]:

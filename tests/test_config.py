@@ -2,11 +2,14 @@
 
 import dataclasses
 import math
+import re
+import sys
+from types import MappingProxyType, ModuleType
 
 import pytest
 from trl import GRPOConfig, TrlParser
 
-from trl_fp8 import FP8GRPOConfig
+from trl_fp8 import ClippingPolicy, FP8GRPOConfig
 from trl_fp8.clipping import ClipSearch
 
 
@@ -26,7 +29,7 @@ def parse(tmp_path, *flags, yaml: str | None = None) -> FP8GRPOConfig:
 def test_defaults_are_the_papers(tmp_path):
     args = build(tmp_path)
     assert args.fp8_recipe == "rowwise"
-    assert args.use_calibrated_clipping
+    assert (args.clip_policy, args.resolved_clip_policy, args.auto_reason) == ("auto", "calibrated", None)
     assert args.calibration_interval == 20
     assert (args.clip_lower_init, args.clip_upper_init) == (0.6, 1.8)
     assert args.clip_search == ClipSearch()
@@ -52,8 +55,8 @@ def test_epsilon_high_none_means_epsilon(tmp_path):
         ({"gradient_accumulation_steps": 2}, 8),
         ({"steps_per_generation": 3}, 3),
         ({"generation_batch_size": 16}, 2),
-        ({"use_calibrated_clipping": False}, 1),
-        ({"use_calibrated_clipping": False, "gradient_accumulation_steps": 2}, 2),
+        ({"clip_policy": "fixed"}, 1),
+        ({"clip_policy": "fixed", "gradient_accumulation_steps": 2}, 2),
     ],
 )
 def test_steps_per_generation_default_gives_four_mini_batches_where_calibration_needs_them(
@@ -109,7 +112,10 @@ BAD_VALUES = [
     ({"use_vllm": True, "vllm_engine_kwargs": {"logprobs_mode": "raw_logprobs"}}, "need 'processed_logprobs'"),
     ({"use_vllm": True, "vllm_engine_kwargs": {"max_model_len": 64}}, "Use vllm_max_model_length"),
     ({"use_vllm": True, "vllm_engine_kwargs": {"quantization": "fp8"}}, "Use vllm_quantization"),
-    ({"use_vllm": True, "vllm_engine_kwargs": '{"seed":'}, "is no mapping .* JSON object such as .*Expecting value"),
+    (
+        {"use_vllm": True, "vllm_engine_kwargs": '{"seed":'},
+        "is not a mapping .* JSON object such as .*Expecting value",
+    ),
     ({"use_vllm": True, "vllm_mode": "foo"}, "vllm_mode='foo' is not one of .* colocate, server"),
     ({"use_vllm": True, "vllm_quantization": "compressed-tensors"}, "checkpoints quantised beforehand"),
     ({"vllm_canary_interval": -1}, "vllm_canary_interval=-1"),
@@ -141,19 +147,31 @@ BAD_VALUES = [
     ({"epsilon": float("nan")}, "epsilon=nan is not finite"),
     ({"epsilon": "x"}, "epsilon='x' has the wrong type"),
     ({"delta": float("nan")}, "delta=nan is not finite"),
-    ({"num_iterations": 0}, "num_iterations=0 is no number"),
-    ({"gradient_accumulation_steps": -1}, "gradient_accumulation_steps=-1 is no number"),
+    ({"num_iterations": 0}, "num_iterations=0 is not a number"),
+    ({"gradient_accumulation_steps": -1}, "gradient_accumulation_steps=-1 is not a number"),
     ({"vllm_importance_sampling_clip_max": -1.0}, "clip_max=-1.0 drops every token"),
     ({"clip_grid_step": 1e-6}, "more than 10,000"),
     ({"clip_upper_max": 1e308}, "more than 10,000"),
-    ({"epsilon": 1.0}, "epsilon=1.0 puts the lower reference bound"),
-    ({"epsilon_high": -0.1}, "epsilon_high=-0.1 is no trust region"),
-    ({"loss_type": "cispo"}, "loss_type='cispo' does not read both clip bounds"),
-    ({"loss_type": "sapo"}, "loss_type='sapo' does not read"),
-    ({"loss_type": "vespo"}, "loss_type='vespo' does not read"),
-    ({"loss_type": "luspo"}, "loss_type='luspo' does not read"),
-    ({"importance_sampling_level": "sequence"}, "clips one ratio per sequence"),
-    ({"delta": 2.0}, "delta=2.0 lies inside the search interval"),
+    ({"clip_policy": "calibrated", "epsilon": 1.0}, "epsilon=1.0 puts the lower reference bound"),
+    ({"epsilon_high": -0.1}, "epsilon_high=-0.1 is not a trust region"),
+    ({"clip_policy": "calibrated", "loss_type": "cispo"}, "loss_type='cispo' does not read both clip bounds"),
+    ({"clip_policy": "calibrated", "loss_type": "sapo"}, "loss_type='sapo' does not read"),
+    ({"clip_policy": "calibrated", "loss_type": "vespo"}, "loss_type='vespo' does not read"),
+    ({"clip_policy": "calibrated", "loss_type": "luspo"}, "loss_type='luspo' does not read"),
+    ({"clip_policy": "calibrated", "importance_sampling_level": "sequence"}, "clips one ratio per sequence"),
+    ({"clip_policy": "calibrated", "delta": 1.21}, r"delta=1.21 leaves no room .* \[1.2, 1.21\].*Raise delta"),
+    ({"clip_policy": "calibrated", "neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0 adds noise"),
+    ({"clip_policy": "calibratd"}, "clip_policy='calibratd' is not a policy .*Did you mean 'calibrated'"),
+    ({"clip_policy": "nowhere.Policy"}, "clip_policy='nowhere.Policy' cannot be imported .*PYTHONPATH"),
+    ({"clip_policy": "json.JSONDecoder"}, "clip_policy='json.JSONDecoder' is a type, not a subclass"),
+    ({"clip_policy": None}, "clip_policy=None has the wrong type"),
+    ({"clip_policy": "fixed", "clip_policy_kwargs": {"a": 1}}, "clip_policy='fixed', which takes no arguments"),
+    ({"clip_policy_kwargs": {"share": 1}}, "clip_policy_kwargs=.*unexpected keyword argument 'share'"),
+    ({"clip_policy_kwargs": {"clip_lower_init": 0.1}}, "clip_lower_init=0.1 lies outside"),
+    ({"clip_policy_kwargs": "[1]"}, "clip_policy_kwargs='\\[1\\]' is not a mapping"),
+    ({"shadow_interval": 0}, "shadow_interval=0 never comes round"),
+    ({"shadow_interval": 2, "steps_per_generation": 1}, "shadow_interval=2 .* there is nothing to measure"),
+    ({"shadow_interval": 2, "neftune_noise_alpha": 5.0}, "FP8's own could not be told from it"),
     ({"use_liger_kernel": True}, "use_liger_kernel=True"),
     ({"use_transformers_continuous_batching": True}, "casts the FP32 master weights"),
     ({"use_vllm": True, "vllm_quantization": "none", "top_p": 0.9}, "top_p=0.9 truncates sampling"),
@@ -177,7 +195,9 @@ def test_bad_values_are_refused_through_yaml(tmp_path, settings, message, capsys
         parse(tmp_path, yaml=yaml.safe_dump(settings))
     if error.type is SystemExit:
         printed = capsys.readouterr().err
-        assert any(name in printed for name in settings)
+        assert any(f"--{name}" in printed for name in settings), printed
+    else:
+        assert re.search(message, str(error.value), re.S)
 
 
 @pytest.mark.parametrize("flags", [("--fp8_recipe", "rowise"), ("--calibration_interval", "often")])
@@ -194,7 +214,7 @@ def test_settings_without_calibration_are_left_to_trl(tmp_path):
         {"delta": 1.5},
         {"epsilon": 10.0},
     ):
-        build(tmp_path, use_calibrated_clipping=False, **settings)
+        build(tmp_path, clip_policy="fixed", **settings)
 
 
 def test_accelerates_own_fp8_is_refused(tmp_path, monkeypatch):
@@ -207,14 +227,14 @@ def test_command_line_flags_reach_the_config(tmp_path):
     args = parse(
         tmp_path,
         *("--fp8_recipe", "tensorwise", "--fp8_exclude_modules", "q_proj", "layers.0.*", "--fp8_emulate", "true"),
-        *("--clip_lower_init", "0.7", "--rebalance_with", "target", "--no_use_calibrated_clipping"),
+        *("--clip_lower_init", "0.7", "--rebalance_with", "target", "--clip_policy", "fixed"),
     )
     assert args.fp8_recipe == "tensorwise"
     assert args.fp8_exclude_modules == ["q_proj", "layers.0.*"]
     assert args.fp8_emulate is True
     assert args.clip_lower_init == 0.7
     assert args.clip_search.rebalance_with == "target"
-    assert not args.use_calibrated_clipping
+    assert args.clip_policy == args.resolved_clip_policy == "fixed"
 
 
 def test_one_pattern_as_a_string_is_one_pattern(tmp_path):
@@ -274,5 +294,66 @@ def test_the_lower_bound_of_importance_weights_is_a_positive_number(value, tmp_p
 
 @pytest.mark.parametrize("value", ["[1]", "3", "null", "not json", {1: 2}])
 def test_engine_arguments_that_are_no_mapping_are_refused(value, tmp_path):
-    with pytest.raises(ValueError, match="vllm_engine_kwargs=.* is no mapping"):
+    with pytest.raises(ValueError, match="vllm_engine_kwargs=.* is not a mapping"):
         FP8GRPOConfig(str(tmp_path), use_cpu=True, report_to=[], use_vllm=True, vllm_engine_kwargs=value)
+
+
+# -- the clip policy -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"loss_type": "cispo", "epsilon_high": 5.0}, "loss_type='cispo' does not read both clip bounds"),
+        ({"loss_type": "sapo"}, "loss_type='sapo'"),
+        ({"importance_sampling_level": "sequence", "loss_type": "grpo"}, "importance_sampling_level='sequence'"),
+        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0"),
+        ({"epsilon": 1.0}, "epsilon=1.0"),
+        ({"delta": 1.1}, "delta=1.1"),
+    ],
+)
+def test_auto_is_fixed_where_calibration_would_be_refused_and_says_why(settings, reason, tmp_path):
+    args = build(tmp_path, **settings)
+    assert args.resolved_clip_policy == "fixed"
+    assert reason in args.auto_reason
+    assert args.steps_per_generation == args.gradient_accumulation_steps  # TRL's default, as vanilla FP8 has it
+
+
+def test_delta_above_the_start_of_the_upper_interval_ends_it(tmp_path):
+    args = build(tmp_path, delta=1.5)
+    assert args.resolved_clip_policy == "calibrated"
+    assert args.clip_search.clip_upper_max == 1.5
+    assert args.policy_arguments["clip_upper_init"] == 1.5  # the default 1.8 lies beyond
+    assert build(tmp_path, delta=3.0).clip_search == ClipSearch()
+
+
+class NeedsCispo(ClippingPolicy):
+    reads_both_bounds = False
+    requires = MappingProxyType({"loss_type": "cispo"})
+
+    def __init__(self, cap: float = 5.0):
+        self.cap = cap
+
+
+def test_a_policy_by_dotted_path_gets_its_arguments_and_sets_what_it_requires(tmp_path, monkeypatch):
+    module = ModuleType("my_policies")
+    module.NeedsCispo = NeedsCispo
+    monkeypatch.setitem(sys.modules, "my_policies", module)
+    path = "my_policies.NeedsCispo"
+    for args in (
+        build(tmp_path, clip_policy=path, clip_policy_kwargs={"cap": 3.0}),
+        parse(tmp_path, "--clip_policy", path, "--clip_policy_kwargs", '{"cap": 3.0}'),
+        parse(tmp_path, yaml=f"clip_policy: {path}\nclip_policy_kwargs:\n  cap: 3.0\n"),
+    ):
+        assert args.resolved_clip_policy == path
+        assert args.policy_arguments == {"cap": 3.0}
+        assert args.loss_type == "cispo"
+        assert args.steps_per_generation == 4
+    with pytest.raises(ValueError, match="loss_type='grpo' with NeedsCispo, which needs loss_type='cispo'"):
+        build(tmp_path, clip_policy=path, loss_type="grpo")
+
+
+def test_measuring_only_has_the_mini_batches_of_a_calibrated_run(tmp_path):
+    assert build(tmp_path, clip_policy="fixed", shadow_interval=20).steps_per_generation == 4
+    assert build(tmp_path, clip_policy="fixed").steps_per_generation == 1
+

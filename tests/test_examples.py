@@ -77,7 +77,7 @@ def test_recipe_has_the_papers_numbers(path, tmp_path):
     assert args.loss_type == ("dapo" if dapo else "grpo")
     assert args.vllm_max_model_length == (20480 if dapo else 16384)
     assert args.fp8_recipe == path.stem.rsplit("_", 1)[1]
-    assert args.use_calibrated_clipping
+    assert args.resolved_clip_policy == "calibrated"
     assert script_args.dataset_name
     assert model_args.model_name_or_path
     # The header's own arithmetic
@@ -93,7 +93,7 @@ def test_baselines_change_only_what_they_are_about(tmp_path):
         "baseline_relaxed_lower": ("rowwise", "dapo", (0.6, 1.2)),
         "baseline_vanilla_fp8": ("rowwise", "dapo", (0.8, 1.2)),
     }
-    assert not any(args.use_calibrated_clipping for args in parsed.values())
+    assert {args.clip_policy for args in parsed.values()} == {"fixed"}
 
 
 # -- command line ----------------------------------------------------------------------------------------------------
@@ -110,13 +110,13 @@ def test_help_lists_every_setting(capsys):
 def test_embedded_defaults_fill_only_what_is_not_given(tmp_path):
     config = tmp_path / "run.yaml"
     config.write_text("learning_rate: 1.0e-4\nmax_steps: 8\nseed: 7\n")
-    _, args, model_args, _ = parse("--config", str(config), "--max_steps", "12", "--use_calibrated_clipping", "false")
+    _, args, model_args, _ = parse("--config", str(config), "--max_steps", "12", "--clip_policy", "fixed")
     assert model_args.model_name_or_path is None
     assert (args.learning_rate, args.seed) == (1e-4, 7)  # YAML over our defaults
     assert args.max_steps == 12  # a flag over YAML
     assert args.per_device_train_batch_size == grpo_fp8.EMBEDDED_DEFAULTS["per_device_train_batch_size"]
     assert args.steps_per_generation == 4
-    assert not args.use_calibrated_clipping
+    assert args.clip_policy == "fixed"
 
 
 def test_the_default_run_recalibrates_at_least_ten_times():
@@ -133,7 +133,7 @@ def test_the_default_run_recalibrates_at_least_ten_times():
         (["--generation_batch_size", "384"], {"generation_batch_size": 384, "steps_per_generation": 2}),
         (["--gradient_accumulation_steps", "2"], {"steps_per_generation": 8}),
         (["--num_train_epochs", "2"], {"max_steps": -1}),
-        (["--no_use_calibrated_clipping"], {"use_calibrated_clipping": False}),
+        (["--clip_policy", "fixed"], {"clip_policy": "fixed"}),
         (["--model_name_or_path", "some/model"], {"learning_rate": 1e-6, "max_steps": 8}),
         # A data set of one's own: nothing is filled in
         (["--model_name_or_path", "m", "--dataset_name", "d"], {"learning_rate": 1e-6, "max_steps": -1, "seed": 42}),
@@ -356,9 +356,9 @@ def test_half_written_files_are_never_at_the_path(tmp_path):
 
 HISTORY = [
     {"step": step, "reward": 0.5, "clip_bounds/lower": 0.6 + step / 100, "clip_bounds/upper": 1.8}
-    | {"clip_ratio/negative": 0.01, "clip_ratio/negative_at_reference": 0.03}
+    | {"clip_share/lower": 0.01, "clip_share/lower_at_reference": 0.03}
     | (
-        {"calibration/alpha_low": 0.005 * step, "calibration/rho_ref": 1.0, "calibration/rho_after": 1.0 + step / 1000}
+        {"clip_share/lower_bf16": 0.005 * step, "update_ratio/bf16": 1.0, "update_ratio/after": 1.0 + step / 1000}
         if step % 2 == 0
         else {}
     )

@@ -180,7 +180,7 @@ def test_half_a_checkpoint_is_refused(checkpoint, tmp_path, capsys):
 
 def test_another_recipe_than_the_runs_is_refused(checkpoint, tmp_path):
     settings = {"settings": {"fp8_recipe": "rowwise_with_gw_hp"}}
-    record = {"stateful_callbacks": {"SettingsRecord": {"attributes": settings}}}
+    record = {"stateful_callbacks": {"RunRecord": {"attributes": settings}}}
     (checkpoint / "trainer_state.json").write_text(json.dumps(record))
     with pytest.raises(ValueError, match="whose run trained with 'rowwise_with_gw_hp'.* Pass 'rowwise_with_gw_hp'"):
         export_fp8(checkpoint, tmp_path / "fp8", "tensorwise")

@@ -150,7 +150,7 @@ import torch.nn as nn, os
 from .. import checks
 from . import same_model
 from .engine import SyncedEngine
-from ..clipping.decide import solve
+from ..clipping.decide import decide
 from trl_fp8.diagnostics.window import Metric
 from trl.trainer.utils import pad
 if TYPE_CHECKING:

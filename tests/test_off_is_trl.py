@@ -6,7 +6,7 @@ from builders import build_dataset, build_trainer
 from trl import GRPOConfig, GRPOTrainer
 
 
-OFF = {"fp8_recipe": "none", "use_calibrated_clipping": False}
+OFF = {"fp8_recipe": "none", "clip_policy": "fixed"}
 # GRPOConfig fields whose defaults differ, made equal
 EQUAL = {
     "epsilon_high": 0.28,

@@ -66,10 +66,10 @@ def test_a_frozen_base_gives_the_gradients_of_a_trained_one(batch):
     assert all(torch.equal(grads[0][name], grads[1][name]) for name in grads[0])
 
 
-@pytest.mark.parametrize("precision", ["bf16", "same"])
+@pytest.mark.parametrize("precision", ["own", "fp8"])
 def test_the_reference_without_adapter_has_the_precision_asked_for(precision, tmp_path, monkeypatch):
     trainer = build_trainer(
-        tmp_path, beta=0.1, ref_precision=precision, trainer={"peft_config": lora()}, **CALIBRATED, bf16=False
+        tmp_path, beta=0.1, ref_model_precision=precision, trainer={"peft_config": lora()}, **CALIBRATED, bf16=False
     )
     assert trainer.ref_model is None
     kl = []
@@ -83,21 +83,23 @@ def test_the_reference_without_adapter_has_the_precision_asked_for(precision, tm
     monkeypatch.setattr(trainer, "_generate_and_score_completions", spy)
     trainer.train()
     # B is 0 at the start, so policy and reference are one model: only the precision tells them apart
-    assert (kl[0] == 0) == (precision == "same")
+    assert (kl[0] == 0) == (precision == "fp8")
     assert kl[0] < 0.1  # 0.0078 measured with "bf16"
 
 
-@pytest.mark.parametrize("precision", ["bf16", "same"])
+@pytest.mark.parametrize("precision", ["own", "fp8"])
 def test_a_reference_model_has_the_precision_asked_for(precision, tmp_path):
     build_model().save_pretrained(tmp_path / "model")
     model = build_model()
     model.config._name_or_path = str(tmp_path / "model")
-    trainer = build_trainer(tmp_path / "run", model=model, beta=0.1, ref_precision=precision, **CALIBRATED, bf16=False)
+    trainer = build_trainer(
+        tmp_path / "run", model=model, beta=0.1, ref_model_precision=precision, **CALIBRATED, bf16=False
+    )
     count = sum(isinstance(m, SwitchableLinear) for m in trainer.ref_model.modules())
-    assert count == (14 if precision == "same" else 0)
+    assert count == (14 if precision == "fp8" else 0)
     trainer.train()
     kl = [entry["kl"] for entry in trainer.state.log_history if "kl" in entry]
-    assert (kl[0] == 0) == (precision == "same")
+    assert (kl[0] == 0) == (precision == "fp8")
     assert all(not p.requires_grad or p.grad is None for p in trainer.ref_model.parameters())
 
 

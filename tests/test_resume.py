@@ -81,7 +81,7 @@ def test_stopped_inside_a_batch_it_keeps_its_number_and_is_redone(step, tmp_path
     class Spy(CalibratedClippingCallback):
         def on_generation_begin(self, trainer):
             super().on_generation_begin(trainer)
-            events.append((self.num_completed_generation_batches + 1, trainer.clip_bounds, trainer._collected))
+            events.append((self.num_completed_generation_batches + 1, trainer.clip_bounds, trainer.clip_statistics))
 
     policies = (Spy(calibration_interval=2), Spy(calibration_interval=2))
     first_bounds = {}
@@ -129,8 +129,8 @@ def test_a_checkpoint_without_the_callback_resumes_and_saves_again(tmp_path, cap
     resumed = stop_and_resume(
         tmp_path,
         8,
-        resumed={"use_calibrated_clipping": True, "save_steps": 12},
-        use_calibrated_clipping=False,
+        resumed={"clip_policy": "calibrated", "save_steps": 12},
+        clip_policy="fixed",
         steps_per_generation=4,
     )
     assert "The checkpoint holds no state of CalibratedClippingCallback" in caplog.text
@@ -141,7 +141,7 @@ def test_a_checkpoint_without_the_callback_resumes_and_saves_again(tmp_path, cap
 
 
 def test_a_checkpoint_with_the_callback_resumes_without_it(tmp_path):
-    resumed = stop_and_resume(tmp_path, 8, resumed={"use_calibrated_clipping": False}, steps_per_generation=4)
+    resumed = stop_and_resume(tmp_path, 8, resumed={"clip_policy": "fixed"}, steps_per_generation=4)
     assert resumed.clip_bounds == (0.8, 1.24)
 
 
@@ -222,14 +222,14 @@ def test_a_damaged_state_is_refused_before_a_step(entry, message, tmp_path):
 
 @pytest.mark.parametrize("flag", [False, True])
 def test_resuming_in_another_precision_is_named(flag, tmp_path, caplog):
-    changed = {"fp8_recipe": "tensorwise", "use_calibrated_clipping": False}
+    changed = {"fp8_recipe": "tensorwise", "clip_policy": "fixed"}
     resumed = stop_and_resume(
         tmp_path, 4, resumed={**changed, "restore_callback_states_from_checkpoint": flag}, steps_per_generation=4
     )
     (warning,) = [r.message for r in caplog.records if "with other settings" in r.message]
-    assert "fp8_recipe: 'rowwise' -> 'tensorwise', use_calibrated_clipping: True -> False" in warning
+    assert "fp8_recipe: 'rowwise' -> 'tensorwise', clip_policy: 'calibrated' -> 'fixed'" in warning
     state = json.loads((tmp_path / "run" / "checkpoint-24" / "trainer_state.json").read_text())
-    assert state["stateful_callbacks"]["SettingsRecord"]["attributes"]["settings"]["fp8_recipe"] == "tensorwise"
+    assert state["stateful_callbacks"]["RunRecord"]["attributes"]["settings"]["fp8_recipe"] == "tensorwise"
     assert resumed.state.global_step == 24
 
 
@@ -242,8 +242,8 @@ def test_resuming_with_another_generation_batch_is_named(tmp_path, caplog):
 
 def test_bounds_from_before_a_run_without_calibration_are_not_restored(tmp_path, caplog):
     settings = {**SCHEDULE, "steps_per_generation": 4, "save_steps": 4}
-    for steps, calibrated in ((8, True), (12, False), (16, True)):
-        trainer = build_trainer(tmp_path, **{**settings, "max_steps": steps, "use_calibrated_clipping": calibrated})
+    for steps, policy in ((8, "auto"), (12, "fixed"), (16, "auto")):
+        trainer = build_trainer(tmp_path, **{**settings, "max_steps": steps, "clip_policy": policy})
         trainer.train(resume_from_checkpoint=steps > 8 or None)
     assert "The checkpoint holds no state of CalibratedClippingCallback" in caplog.text
     assert trainer.clip_bounds == (0.6, 1.8)
@@ -256,12 +256,12 @@ def test_a_damaged_record_of_settings_does_not_stop_a_resume(entry, tmp_path):
     trainer.train()
     path = tmp_path / "checkpoint-4" / "trainer_state.json"
     state = json.loads(path.read_text())
-    state["stateful_callbacks"]["SettingsRecord"] = entry
+    state["stateful_callbacks"]["RunRecord"] = entry
     path.write_text(json.dumps(state))
     resumed = build_trainer(tmp_path, **{**SCHEDULE, "max_steps": 5, "save_steps": 5})
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     state = json.loads((tmp_path / "checkpoint-5" / "trainer_state.json").read_text())
-    assert state["stateful_callbacks"]["SettingsRecord"]["attributes"]["settings"]["fp8_recipe"] == "rowwise"
+    assert state["stateful_callbacks"]["RunRecord"]["attributes"]["settings"]["fp8_recipe"] == "rowwise"
 
 
 def test_a_subclass_may_save_what_it_likes(tmp_path):

@@ -18,11 +18,11 @@ RUN = {"calibration_interval": 1, "max_steps": 8, "logging_steps": 4, "log_compl
 # One metric of each group
 KEYS = (
     "clip_bounds/lower",
-    "clip_ratio/negative",
-    "calibration/rho",
+    "clip_share/lower",
+    "update_ratio/fp8",
     "overclip/lower",
     "fp8/ratio_nmae",
-    "entropy_bins/1_inf",
+    "entropy_share/above_1",
     "rewards/digits_reward/mean",
 )
 

@@ -24,6 +24,7 @@ import trl_fp8.trainer as trainer_module
 from trl_fp8 import CalibratedClippingCallback, ClippingPolicy, FP8GRPOConfig, FP8GRPOTrainer
 from trl_fp8.clipping import ClipSearch, calibrate_bounds, importance_weight
 from trl_fp8.clipping.statistics import ClipStatistics
+from trl_fp8.diagnostics import Mean
 from trl_fp8.float8.linear import SwitchableLinear
 
 
@@ -93,15 +94,15 @@ def test_a_real_step_moves_every_parameter_and_logs_our_metrics(recipe, bf16, tm
     for key in (
         "clip_bounds/lower",
         "clip_bounds/upper_target",
-        "clip_ratio/negative",
-        "clip_ratio/positive_at_reference",
-        "calibration/alpha_low",
-        "calibration/rho_after",
+        "clip_share/lower",
+        "clip_share/upper_at_reference",
+        "clip_share/lower_bf16",
+        "update_ratio/after",
         "overclip/lower",
         "fp8/nmae_amplification",
         "fp8/noise_floor",
         "fp8/shadow_time",
-        "entropy_bins/1_inf",
+        "entropy_share/above_1",
     ):
         assert key in keys
     assert logged(trainer, "fp8/num_converted_modules") == [14]
@@ -170,7 +171,7 @@ def test_checkpointing_of_either_kind_decides_the_same(reentrant, tmp_path):
     ):
         trainer = build_trainer(tmp_path / str(len(bounds)), learning_rate=5e-3, **CALIBRATED, **settings)
         trainer.train()
-        bounds.append((trainer.clip_bounds, logged(trainer, "calibration/rho_after")))
+        bounds.append((trainer.clip_bounds, logged(trainer, "update_ratio/after")))
     assert bounds[0] == bounds[1]
     assert bounds[0][0] != (0.6, 1.8)
 
@@ -180,7 +181,7 @@ def test_only_every_interval_th_generation_batch_is_shadowed(tmp_path, monkeypat
     trainer = build_trainer(tmp_path, calibration_interval=2, max_steps=20)  # 5 generation batches
     trainer.train()
     assert counter.high == 2 * (1 + 3)
-    assert len(logged(trainer, "calibration/alpha_low")) == 2
+    assert len(logged(trainer, "clip_share/lower_bf16")) == 2
     lower = logged(trainer, "clip_bounds/lower")
     assert lower[:8] == [0.6] * 8  # in force through the second batch; the new bound holds from the third
     assert lower[8] != 0.6
@@ -216,8 +217,8 @@ def test_the_streamed_decision_is_calibrate_bounds_over_the_pooled_tokens(settin
     assert not expected.degenerate
     assert trainer.clip_bounds == (expected.lower, expected.upper)
     assert logged(trainer, "clip_bounds/lower_target") == [expected.lower_target]
-    assert logged(trainer, "calibration/alpha_low") == [pytest.approx(expected.alpha_low, rel=1e-12)]
-    assert logged(trainer, "calibration/rho_after") == [pytest.approx(expected.rho_after, rel=1e-12)]
+    assert logged(trainer, "clip_share/lower_bf16") == [pytest.approx(expected.alpha_low, rel=1e-12)]
+    assert logged(trainer, "update_ratio/after") == [pytest.approx(expected.rho_after, rel=1e-12)]
     ratio, ref_ratio, _, mask, *_ = recorder.pooled(0, None)
     assert not torch.equal(ratio[mask], ref_ratio[mask])
 
@@ -326,7 +327,7 @@ def test_evaluation_in_between_changes_no_decision(tmp_path):
 
         trainer._generate_single_turn = seeded
         trainer.train()
-        bounds.append((trainer.clip_bounds, logged(trainer, "calibration/alpha_low")))
+        bounds.append((trainer.clip_bounds, logged(trainer, "clip_share/lower_bf16")))
         if evaluate:
             assert len(logged(trainer, "eval_loss")) >= 4
     assert bounds[0] == bounds[1]
@@ -418,7 +419,7 @@ def test_a_batch_that_is_scored_in_full_keeps_trls_weights(tmp_path, fake_engine
 
 def test_off_keeps_trls_weight_of_an_unscored_token(tmp_path, monkeypatch):
     monkeypatch.setattr("trl.trainer.grpo_trainer.VLLMGeneration", FakeVLLMGeneration)  # off: the engine is TRL's
-    settings = {"fp8_recipe": "none", "use_calibrated_clipping": False, "steps_per_generation": 4}
+    settings = {"fp8_recipe": "none", "clip_policy": "fixed", "steps_per_generation": 4}
     trainer = build_trainer(tmp_path, **VLLM, **settings)
     trainer.model.train()
     batch = trainer._generate_and_score_completions([{"prompt": "1+1="}] * 8)
@@ -428,7 +429,7 @@ def test_off_keeps_trls_weight_of_an_unscored_token(tmp_path, monkeypatch):
 
 
 def test_vespo_which_multiplies_the_weights_of_a_response_keeps_trls(tmp_path, fake_engine):
-    settings = {"loss_type": "vespo", "use_calibrated_clipping": False, "steps_per_generation": 4}
+    settings = {"loss_type": "vespo", "clip_policy": "fixed", "steps_per_generation": 4}
     trainer = build_trainer(tmp_path, **VLLM, **settings)
     trainer.model.train()
     batch = trainer._generate_and_score_completions([{"prompt": "1+1="}] * 8)
@@ -475,12 +476,10 @@ def test_the_weight_of_the_loss_is_the_weight_of_the_statistics(mode, tmp_path, 
 
 
 class FixedPolicy(ClippingPolicy):
+    bounds = (0.5, 1.5)
+
     def __init__(self):
         self.events = []
-
-    @property
-    def initial_bounds(self):
-        return 0.5, 1.5
 
     def on_generation_begin(self, trainer):
         self.events.append(("begin", trainer.state.global_step))
@@ -489,8 +488,8 @@ class FixedPolicy(ClippingPolicy):
 
     def on_generation_end(self, trainer):
         numbers = trainer.clip_statistics.numbers()
-        self.events.append(("end", numbers.policy.num_negative, numbers.reference.num_negative))
-        trainer.record_metrics({"policy/share": (numbers.policy.lower_clipped[0.7], numbers.policy.num_negative)})
+        self.events.append(("end", numbers.fp8.num_negative, numbers.bf16.num_negative))
+        trainer.record_metrics({"policy/share": Mean(numbers.fp8.lower_clipped[0.7], numbers.fp8.num_negative)})
 
 
 def test_a_custom_policy_gets_its_events_and_replaces_ours(tmp_path, caplog):
@@ -509,9 +508,9 @@ def test_a_custom_policy_gets_its_events_and_replaces_ours(tmp_path, caplog):
 
 def test_a_policy_added_later_starts_from_its_bounds(tmp_path):
     class StartsWide(ClippingPolicy):
-        initial_bounds = (0.55, 1.9)
+        bounds = (0.55, 1.9)
 
-    trainer = build_trainer(tmp_path, use_calibrated_clipping=False, steps_per_generation=4, max_steps=4)
+    trainer = build_trainer(tmp_path, clip_policy="fixed", steps_per_generation=4, max_steps=4)
     trainer.add_callback(StartsWide())
     trainer.train()
     assert trainer.clip_bounds == (0.55, 1.9)
@@ -530,7 +529,7 @@ def test_two_policies_are_refused(tmp_path):
 
 def test_a_policy_cannot_ask_for_a_shadow_where_every_ratio_is_one(tmp_path):
     trainer = build_trainer(tmp_path, steps_per_generation=1)
-    trainer._beginning = True
+    trainer._batch.beginning = True
     with pytest.raises(ValueError, match="every ratio is 1"):
         trainer.collect_clip_statistics([0.8], [1.2], shadow=True)
 
@@ -550,7 +549,7 @@ def test_a_second_policy_added_later_is_refused(tmp_path):
 
 def test_bounds_must_stay_below_delta(tmp_path):
     trainer = build_trainer(tmp_path, delta=2.5)
-    with pytest.raises(ValueError, match="reach delta=2.5"):
+    with pytest.raises(ValueError, match="exceed delta=2.5"):
         trainer.clip_bounds = (0.8, 3.0)
 
 
@@ -580,7 +579,7 @@ def test_bounds_must_enclose_one(tmp_path):
 
 
 def test_calibration_off_keeps_the_bounds_at_epsilon(tmp_path):
-    trainer = build_trainer(tmp_path, use_calibrated_clipping=False, epsilon=0.4, epsilon_high=0.3, max_steps=2)
+    trainer = build_trainer(tmp_path, clip_policy="fixed", epsilon=0.4, epsilon_high=0.3, max_steps=2)
     trainer.train()
     assert trainer.clip_bounds == (0.6, 1.3)
     assert (trainer.epsilon_low, trainer.epsilon_high) == (0.4, 0.3)
@@ -667,7 +666,7 @@ def test_a_train_set_without_one_generation_batch_is_refused(size, tmp_path):
 def test_active_dropout_is_refused_with_calibration_only(tmp_path):
     with pytest.raises(ValueError, match="attention_dropout=0.1"):
         build_trainer(tmp_path, model=build_model(attention_dropout=0.1))
-    build_trainer(tmp_path, model=build_model(attention_dropout=0.1), use_calibrated_clipping=False)
+    build_trainer(tmp_path, model=build_model(attention_dropout=0.1), clip_policy="fixed")
 
 
 def test_lora_dropout_is_refused_with_calibration(tmp_path):
@@ -740,7 +739,7 @@ def test_reward_functions_that_cannot_be_called_are_told_so(tmp_path):
 
 
 def test_off_trains_on_where_no_function_gives_a_reward(tmp_path):
-    settings = {"fp8_recipe": "none", "use_calibrated_clipping": False, "max_steps": 2}
+    settings = {"fp8_recipe": "none", "clip_policy": "fixed", "max_steps": 2}
     trainer = build_trainer(
         tmp_path, trainer={"reward_funcs": lambda completions, **kwargs: [None] * len(completions)}, **settings
     )
@@ -787,7 +786,7 @@ def test_a_policy_added_in_training_is_saved(tmp_path):
     trainer = build_trainer(
         tmp_path,
         trainer={"callbacks": [Adds()]},
-        use_calibrated_clipping=False,
+        clip_policy="fixed",
         steps_per_generation=4,
         max_steps=8,
         save_strategy="steps",
@@ -905,7 +904,7 @@ def test_an_exception_in_a_reward_leaves_no_scope_open(tmp_path):
     trainer = build_trainer(tmp_path, trainer={"reward_funcs": fails_once}, **CALIBRATED)
     with pytest.raises(RuntimeError, match="reward server"):
         trainer.train()
-    assert trainer._capture is None
+    assert trainer._batch.capture is None
     trainer.train()
     assert logged(trainer, "calibration/degenerate") == [0]
 
@@ -931,7 +930,7 @@ def test_a_refused_construction_leaves_the_model_unconverted(tmp_path):
 def test_a_callback_of_ones_own_meets_the_same_conditions(settings, message, tmp_path):
     callbacks = {"callbacks": [CalibratedClippingCallback()]}
     with pytest.raises(ValueError, match=message):
-        build_trainer(tmp_path, trainer=callbacks, use_calibrated_clipping=False, steps_per_generation=4, **settings)
+        build_trainer(tmp_path, trainer=callbacks, clip_policy="fixed", steps_per_generation=4, **settings)
 
 
 def test_router_noise_and_adapter_dropout_of_any_name_are_refused(tmp_path):
@@ -957,11 +956,11 @@ def test_router_noise_and_adapter_dropout_of_any_name_are_refused(tmp_path):
 
 @pytest.mark.parametrize("settings", [{"loss_type": "cispo"}, {"importance_sampling_level": "sequence"}])
 def test_losses_that_do_not_read_both_bounds_log_no_clip_metrics(settings, tmp_path):
-    trainer = build_trainer(tmp_path, use_calibrated_clipping=False, steps_per_generation=4, max_steps=4, **settings)
+    trainer = build_trainer(tmp_path, clip_policy="fixed", steps_per_generation=4, max_steps=4, **settings)
     trainer.train()
     keys = set().union(*trainer.state.log_history)
-    assert "entropy_bins/1_inf" in keys
-    assert not {key for key in keys if key.startswith("clip_bounds/") or key.startswith("clip_ratio/negative")}
+    assert "entropy_share/above_1" in keys
+    assert not {key for key in keys if key.startswith("clip_bounds/") or key.startswith("clip_share/lower")}
 
 
 def test_settings_of_the_default_policy_are_not_called_ignored(tmp_path, caplog):
@@ -977,7 +976,7 @@ def test_vllm_that_is_missing_is_named_at_once(mode, tmp_path, monkeypatch):
 
 
 def test_the_start_up_line_names_what_makes_a_run_do_less_than_it_seems(tmp_path, capsys):
-    build_trainer(tmp_path, use_calibrated_clipping=False)
+    build_trainer(tmp_path, clip_policy="fixed")
     assert "steps_per_generation=1: one update per generation batch, so every ratio is 1" in capsys.readouterr().out
     build_trainer(tmp_path, save_strategy="steps", save_steps=3)
     assert "save_steps=3 is no multiple of the 4 optimizer steps per generation batch" in capsys.readouterr().out

@@ -46,7 +46,7 @@ def test_ranks_see_different_tokens_and_take_the_decision_of_the_pooled_ones(ran
 
 
 def test_metrics_are_sums_over_ranks_and_the_window(ranks):
-    logs = [entry for entry in ranks[0]["log"] if "clip_ratio/negative_at_reference" in entry]
+    logs = [entry for entry in ranks[0]["log"] if "clip_share/lower_at_reference" in entry]
     assert len(logs) == 2
     for batch, entry in enumerate(logs):
         ratio, ref_ratio, advantages, mask = pooled(ranks, batch)
@@ -54,7 +54,7 @@ def test_metrics_are_sums_over_ranks_and_the_window(ranks):
         share = (negative & (ratio.double() <= 0.8)).sum() / negative.sum()
         reference = (negative & (ref_ratio.double() <= 0.8)).sum() / negative.sum()
         assert share > 0
-        assert entry["clip_ratio/negative_at_reference"] == pytest.approx(share.item(), rel=1e-6)
-        assert entry["calibration/alpha_low"] == pytest.approx(reference.item(), rel=1e-6)
+        assert entry["clip_share/lower_at_reference"] == pytest.approx(share.item(), rel=1e-6)
+        assert entry["clip_share/lower_bf16"] == pytest.approx(reference.item(), rel=1e-6)
         error = (ratio.double() - ref_ratio.double()).abs()[mask].sum() / ref_ratio.double()[mask].sum()
         assert entry["fp8/ratio_nmae"] == pytest.approx(error.item(), rel=1e-6)

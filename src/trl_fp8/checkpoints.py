@@ -10,29 +10,32 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
+
+from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
+from trl import GRPOTrainer
 
 from ._upstream import rotate_checkpoints
 from .config import FP8GRPOConfig
+from .diagnostics.record import BatchRecord
 from .distributed import World
 
-
-if TYPE_CHECKING:
-    from trl import GRPOTrainer as _Base
-else:
-    _Base = object  # the parent is TRL's trainer by the order of bases
 
 logger = logging.getLogger(__name__)
 
 MARKER = "incomplete"
+# Fields of FP8GRPOConfig that change what a step computes. The generation batch follows the number of processes
+_RECORDED = ("fp8_recipe", "fp8_scale_rounding", "resolved_clip_policy", "optim", "generation_batch_size")
 
 
-class WholeCheckpoints(_Base):
+class WholeCheckpoints(GRPOTrainer):
     """Part of the trainer: marks a checkpoint while it is written and skips marked ones when resuming."""
 
     args: FP8GRPOConfig
+    _batch: BatchRecord
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         run_dir = self._get_output_dir(trial=trial)
@@ -78,8 +81,8 @@ class WholeCheckpoints(_Base):
         elif resume_from_checkpoint and not _is_whole(Path(resume_from_checkpoint)):
             there = ", ".join(path.name for path in _checkpoints(output_dir)) or "none"
             raise ValueError(
-                f"resume_from_checkpoint={str(resume_from_checkpoint)!r} is no checkpoint: a directory with a "
-                f"readable trainer_state.json. Checkpoints in {output_dir}: {there}. Name one, or True for the last."
+                f"resume_from_checkpoint={str(resume_from_checkpoint)!r} is not a checkpoint, a directory with "
+                f"a readable trainer_state.json. Checkpoints in {output_dir}: {there}. Name one, or True for the last."
             )
         elif not resume_from_checkpoint and self.args.should_save and _checkpoints(output_dir):
             logger.warning(
@@ -89,6 +92,8 @@ class WholeCheckpoints(_Base):
         if isinstance(resume_from_checkpoint, (str, os.PathLike)):
             check_optimizer(Path(resume_from_checkpoint), World.of(self.accelerator))
             check_unfinished(Path(resume_from_checkpoint), self.args.max_steps)
+            # A trainer resumed in the process that was interrupted first trains on what is left of its old batch
+            self._batch = BatchRecord(weights_moved=True)
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
 
@@ -188,3 +193,55 @@ def _is_whole(checkpoint: Path) -> bool:
         return "global_step" in dict(json.loads((checkpoint / "trainer_state.json").read_text()))
     except (OSError, TypeError, ValueError):
         return False
+
+
+class RunRecord(TrainerCallback, ExportableState):
+    """What a checkpoint remembers of its run: settings, generation batches, and whose clip policy's state it holds.
+
+    Names each setting that differs on resuming, and drops the state of a clip policy that the resumed run does not
+    have: it would be out of date in the checkpoints to come, and restored from them.
+
+    Args:
+        args: of the run.
+        policies: gives the class names of the run's clip policies.
+    """
+
+    def __init__(self, args: Any = None, policies: Callable[[], list[str]] = list):
+        self.settings = {name.removeprefix("resolved_"): getattr(args, name) for name in _RECORDED if args is not None}
+        self.num_completed_generation_batches = 0
+        self._policies = policies
+
+    def state(self) -> dict:
+        """Settings are not restored: those of the new run hold."""
+        attributes = {
+            "settings": dict(self.settings),
+            "policies": self._policies(),
+            "num_completed_generation_batches": self.num_completed_generation_batches,
+        }
+        return {"args": {}, "attributes": attributes}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        all_saved = cast(dict[str, Any], state.stateful_callbacks)
+        saved = _part(all_saved.get(type(self).__name__), "attributes")
+        if state.global_step > 0:
+            count = saved.get("num_completed_generation_batches")
+            self.num_completed_generation_batches = count if isinstance(count, int) and count > 0 else 0
+        policies = saved.get("policies")
+        for name in policies if isinstance(policies, list) else ():
+            if name not in self._policies():
+                all_saved.pop(name, None)
+        # transformers updates an entry at each save and fails if the checkpoint it resumed from had none
+        all_saved[type(self).__name__] = self.state()
+        before = _part(saved, "settings")
+        changed = [f"{k}: {before[k]!r} -> {v!r}" for k, v in self.settings.items() if before.get(k, v) != v]
+        if changed and state.is_world_process_zero:
+            logger.warning(
+                f"The run resumes with other settings than its checkpoint was trained with ({', '.join(changed)}). "
+                "The new settings hold; weights and optimizer state come from the old ones."
+            )
+
+
+def _part(saved: Any, name: str) -> dict[str, Any]:
+    """What an entry of a checkpoint holds under `name`; nothing where it is damaged."""
+    part = saved.get(name) if isinstance(saved, dict) else None
+    return part if isinstance(part, dict) else {}

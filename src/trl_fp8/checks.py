@@ -5,27 +5,30 @@ import traceback
 from collections.abc import Iterator, Sized
 from contextlib import contextmanager
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig
 
+from . import config_checks
 from .clipping.calibrated import CalibratedClippingCallback
+from .clipping.policy import ClippingPolicy
 from .clipping.search import ClipSearch
 from .config import FP8GRPOConfig
-from .config_checks import check_calibration
 from .distributed import World, check_strategy
 
-
-if TYPE_CHECKING:
-    from .trainer import FP8GRPOTrainer
 
 logger = logging.getLogger(__name__)
 
 # Fields of FP8GRPOConfig that build the default policy
-POLICY_SETTINGS = ("calibration_interval", "clip_lower_init", "clip_upper_init", *(f.name for f in fields(ClipSearch)))
+_POLICY_SETTINGS = (
+    "calibration_interval",
+    "clip_lower_init",
+    "clip_upper_init",
+    *(f.name for f in fields(ClipSearch)),
+)
 
 
 def check_arguments(args: Any, model: Any, quantization_config: Any) -> None:
@@ -36,11 +39,10 @@ def check_arguments(args: Any, model: Any, quantization_config: Any) -> None:
             "field of GRPOConfig."
         )
     if args.fp8_recipe == "none":
-        if args.use_calibrated_clipping:
+        if args.resolved_clip_policy == "calibrated":
             logger.warning(
-                "fp8_recipe='none' with use_calibrated_clipping=True: the BF16 reference is the training forward "
-                "itself, so calibration only moves the bounds to the reference bounds. Set "
-                "use_calibrated_clipping=False for plain GRPO."
+                "fp8_recipe='none' with clip_policy='calibrated': the BF16 side is the training forward itself, so "
+                "calibration only moves the bounds to the reference bounds. Set clip_policy='fixed' for plain GRPO."
             )
         return
     if quantization_config is not None:
@@ -67,9 +69,8 @@ def _refuse_quantised(config: PretrainedConfig | None, name: str, recipe: str) -
     )
 
 
-def check_datasets(trainer: "FP8GRPOTrainer") -> None:
+def check_dataset(dataset: Any, args: FP8GRPOConfig) -> None:
     """Refuse a train set without prompts, or with too few for a generation batch: the run would end before a step."""
-    dataset, args = trainer.train_dataset, trainer.args
     if isinstance(dataset, (Dataset, IterableDataset)):
         _check_columns(dataset)
     assert args.generation_batch_size  # set by GRPOConfig.__post_init__
@@ -95,12 +96,11 @@ def _check_columns(dataset: Dataset | IterableDataset) -> None:
         )
 
 
-def check_model(trainer: "FP8GRPOTrainer") -> None:
+def check_model(model: Any, args: FP8GRPOConfig, world: World, policies: list[ClippingPolicy]) -> None:
     """What the loaded model must not have."""
-    args, model = trainer.args, trainer.model
-    check_strategy(args, World.of(trainer.accelerator))
-    if args.use_calibrated_clipping or trainer._policies():
-        _refuse_noise(model)
+    check_strategy(args, world)
+    if args.shadow_interval is not None or any(policy.needs_shadow for policy in policies):
+        refuse_noise(model)
     if args.fp8_recipe != "none":
         _refuse_quantised(model.config, type(model).__name__, args.fp8_recipe)
         _refuse_bypassing(model, args.fp8_recipe)
@@ -118,38 +118,58 @@ def _refuse_bypassing(model: Any, recipe: str) -> None:
             )
 
 
-def check_policies(trainer: "FP8GRPOTrainer") -> None:
-    """One clipping policy at most, whose conditions hold, and whose settings are not set in a place it ignores."""
-    args, policies = trainer.args, trainer._policies()
+def apply_requirements(args: FP8GRPOConfig, policies: list[ClippingPolicy]) -> None:
+    """Let a policy passed in `callbacks` take the place of `clip_policy`, before TRL reads the fields it requires.
+
+    Raises:
+        ValueError: `clip_policy` names another one.
+    """
+    if policies and args.clip_policy != "auto":
+        raise ValueError(
+            f"clip_policy={args.clip_policy!r} with {type(policies[0]).__name__} in callbacks: a run has one clip "
+            "policy. Leave clip_policy unset, or take the policy out of callbacks."
+        )
+    for policy in policies:
+        config_checks.apply_requirements(args, policy)
+
+
+def check_policies(policies: list[ClippingPolicy], args: FP8GRPOConfig) -> None:
+    """One clip policy at most, whose conditions hold."""
     if len(policies) > 1:
         names = ", ".join(type(policy).__name__ for policy in policies)
         raise ValueError(
             f"callbacks holds {len(policies)} clipping policies ({names}), which would overwrite each other's bounds. "
             "Pass one."
         )
-    if not policies:
-        return
-    if not args.reads_both_bounds:
-        raise ValueError(
-            f"{type(policies[0]).__name__} moves both clip bounds, but loss_type={args.loss_type!r} with "
-            f"importance_sampling_level={args.importance_sampling_level!r} does not clip token ratios at both (it "
-            "does not read both clip bounds, or clips one ratio per sequence). Use loss_type grpo, bnpo, dr_grpo or "
-            "dapo at token level, or no policy."
-        )
-    if isinstance(policies[0], CalibratedClippingCallback):
-        check_calibration(args, policies[0].search)
+    for policy in policies:
+        config_checks.check_policy(policy, args)
+
+
+def warn_ignored_settings(policy: ClippingPolicy, args: FP8GRPOConfig) -> None:
+    """Name the settings of the default policy that another one ignores."""
     defaults = {f.name: f.default for f in fields(FP8GRPOConfig)}
-    own = policies[0].state()["args"] if isinstance(policies[0], CalibratedClippingCallback) else {}
-    given = {name: getattr(args, name) for name in POLICY_SETTINGS}
+    own = policy.arguments() if isinstance(policy, CalibratedClippingCallback) else {}
+    given = {name: getattr(args, name) for name in _POLICY_SETTINGS}
     ignored = [name for name, value in given.items() if value not in (defaults[name], own.get(name))]
     if ignored:
         logger.warning(
-            f"No effect of {', '.join(ignored)} in FP8GRPOConfig: the clipping policy passed in callbacks "
-            f"({type(policies[0]).__name__}) has its own settings."
+            f"No effect of {', '.join(ignored)} in FP8GRPOConfig: the clip policy of this run "
+            f"({type(policy).__name__}) has its own settings."
         )
 
 
-def _refuse_noise(model: nn.Module) -> None:
+def check_token_weights(weights: Any, shape: torch.Size, policy: str) -> None:
+    """Refuse token weights that do not belong to the tokens of the micro-batch `(B, T)`."""
+    allowed = (tuple(shape), (shape[0], 1))
+    if not isinstance(weights, Tensor) or tuple(weights.shape) not in allowed:
+        found = tuple(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
+        raise ValueError(
+            f"token_weights of {policy} returned {found}, and the micro-batch has the shape {tuple(shape)}, so the "
+            f"weights do not belong to its tokens. Return a tensor of shape {allowed[0]} or {allowed[1]}, or None."
+        )
+
+
+def refuse_noise(model: nn.Module) -> None:
     """Refuse what makes two forward passes of the same weights differ."""
     for name, module in model.named_modules():
         for attribute, value in {
@@ -170,7 +190,7 @@ def _refuse_noise(model: nn.Module) -> None:
                     f"Dropout is active ({where}={found[0]}), so two forward passes of the same weights differ and "
                     "every importance ratio is noise; nothing can be calibrated. Set it to 0 in the model config (in "
                     "the PEFT config, --lora_dropout 0), pass disable_dropout=True where it is an nn.Dropout, or set "
-                    "use_calibrated_clipping=False."
+                    "clip_policy='fixed' without shadow_interval."
                 )
 
 
@@ -201,10 +221,10 @@ def check_bounds(lower: float, upper: float, delta: float | None) -> None:
             f"clip_bounds=({lower}, {upper}) do not enclose the ratio 1 of an unchanged policy, or lie so far from it "
             "that no FP32 ratio reaches them. Set 0 < lower < 1 < upper, such as (0.6, 1.8)."
         )
-    if delta is not None and upper >= delta:
+    if delta is not None and upper > delta:
         raise ValueError(
-            f"clip_bounds=({lower}, {upper}) reach delta={delta}, TRL's cap on the ratio of negative-advantage "
-            "tokens, so the bounds would cross. Keep the upper bound below delta."
+            f"clip_bounds=({lower}, {upper}) exceed delta={delta}, TRL's cap on the ratio of negative-advantage "
+            "tokens, so the bounds would cross. Keep the upper bound at delta or below."
         )
 
 
@@ -213,7 +233,7 @@ def check_collection(args: FP8GRPOConfig, beginning: bool, shadow: bool) -> None
     if not beginning:
         raise RuntimeError(
             "collect_clip_statistics was called outside on_generation_begin, so part of the batch would be missed. "
-            "Call it in on_generation_begin, and read trainer.clip_statistics in on_generation_end."
+            "Call it in on_generation_begin, and read host.clip_statistics in on_generation_end."
         )
     if shadow and args.ratios_are_one:
         raise ValueError(
@@ -245,16 +265,18 @@ def naming_reward_functions(names: list[str]) -> Iterator[None]:
         ) from error
 
 
-def check_rewards(rewards: Tensor, names: list[str]) -> None:
-    """Refuse a generation batch no reward function scored: every advantage would be 0.
+def warn_without_rewards(rewards: Tensor, names: list[str]) -> None:
+    """Name the functions of a generation batch without any reward, in which every advantage is 0.
+
+    An outage of a judge passes, so the run goes on.
 
     Args:
         rewards (`Tensor` of shape `(samples of all ranks, functions)`): NaN where a function gave none.
         names: of the functions.
     """
     if bool(torch.isnan(rewards).all()):
-        raise ValueError(
+        logger.warning(
             f"No reward function gave a number for any of the {rewards.size(0)} samples of the generation batch "
-            f"({', '.join(names)}), so there is nothing to learn from. Check that they return floats for this data "
-            "set; None means not applicable."
+            f"({', '.join(names)}), so nothing is learned from it. If this repeats, check that they return floats for "
+            "this data set; None means not applicable."
         )

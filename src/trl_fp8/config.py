@@ -1,12 +1,13 @@
 """`FP8GRPOConfig`: every setting of the FP8 trainer, checked when it is built."""
 
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import Any, Literal, cast
 
 from trl import GRPOConfig
 
 from . import config_checks
 from .clipping.search import ClipSearch
+from .diagnostics.record import MeasureSettings
 from .rollout.pairing import resolve_quantization
 
 
@@ -38,14 +39,25 @@ class FP8GRPOConfig(GRPOConfig):
         fp8_fsdp_all_gather (`bool`, defaults to `False`):
             Gather weights in FP8 under FSDP2, half the bytes; `fp8_recipe="tensorwise"` only. Shadow passes gather the
             BF16 weights as well, one layer at a time.
-        ref_precision (`str`, defaults to `"bf16"`):
-            Precision of the reference model where `beta` > 0: `"bf16"` for its own (the policy without its adapter
-            then runs in the run's own precision too), or `"same"` for the policy's FP8. Chosen by us.
+        ref_model_precision (`str`, defaults to `"own"`):
+            Precision of the reference model where `beta` > 0: its `"own"` (the policy without its adapter then runs in
+            the run's own precision too), or the policy's `"fp8"`. Chosen by us.
+
+    > Parameters that control the clip
+
+        clip_policy (`str`, defaults to `"auto"`):
+            Which policy moves the clip bounds or weighs the tokens: `"calibrated"` (what BF16 would clip), `"fixed"`
+            (TRL's bounds from `epsilon` and `epsilon_high`: vanilla FP8), or the dotted path of a `ClippingPolicy`.
+            `"auto"` is `"calibrated"` where the loss has two bounds to calibrate, else `"fixed"`. A policy passed in
+            `callbacks` takes its place.
+        clip_policy_kwargs (`dict`, *optional*):
+            Arguments of the policy that `clip_policy` names.
+        shadow_interval (`int`, *optional*):
+            Score every n-th generation batch in BF16 and log over-clipping and noise, whatever the policy. `None`:
+            only when the policy asks for it.
 
     > Parameters that control Calibrated Clipping
 
-        use_calibrated_clipping (`bool`, defaults to `True`):
-            Whether to move the clip bounds to what BF16 would clip. Off: fixed bounds from `epsilon`, `epsilon_high`.
         calibration_interval (`int`, defaults to `20`):
             Generation batches between two recalibrations (the paper's "training steps").
         clip_lower_init (`float`, defaults to `0.6`):
@@ -82,9 +94,10 @@ class FP8GRPOConfig(GRPOConfig):
     > [!NOTE]
     > Changed defaults of TRL's fields: `vllm_importance_sampling_mode` `"token_truncate"` and
     > `vllm_importance_sampling_clip_max` `2.0` (TIS, paper), `epsilon_high` `0.24` (paper). `epsilon` and
-    > `epsilon_high` are the reference trust region, the one a BF16 run would use. With calibration on and neither
-    > `steps_per_generation` nor `generation_batch_size` set, `steps_per_generation` is
-    > `4 * gradient_accumulation_steps` (the paper's four mini-batches), since with TRL's default every ratio is 1.
+    > `epsilon_high` are the reference trust region, the one a BF16 run would use. With every `clip_policy` but
+    > `"fixed"`, or with `shadow_interval`, and neither `steps_per_generation` nor `generation_batch_size` set,
+    > `steps_per_generation` is `4 * gradient_accumulation_steps` (the paper's four mini-batches), since with TRL's
+    > default every ratio is 1.
     """
 
     # Parameters that control FP8 training
@@ -121,22 +134,34 @@ class FP8GRPOConfig(GRPOConfig):
         default=False,
         metadata={"help": "Gather weights in FP8 under FSDP2, half the bytes ('tensorwise' only)."},
     )
-    ref_precision: Literal["bf16", "same"] = field(
-        default="bf16",
+    ref_model_precision: Literal["own", "fp8"] = field(
+        default="own",
         metadata={
-            "help": "Precision of the reference model where `beta` > 0: 'bf16' for its own, whose KL at step 0 is "
-            "what FP8 changes, or 'same' for the policy's FP8, whose KL starts at 0."
+            "help": "Precision of the reference model where `beta` > 0: its 'own', whose KL at step 0 is what FP8 "
+            "changes, or the policy's 'fp8', whose KL starts at 0."
+        },
+    )
+
+    # Parameters that control the clip
+    clip_policy: str = field(
+        default="auto",
+        metadata={
+            "help": "Policy of the clip: 'calibrated' (what BF16 would clip), 'fixed' (TRL's bounds), or the dotted "
+            "path of a ClippingPolicy. 'auto': 'calibrated' where the loss has two bounds to calibrate, else 'fixed'."
+        },
+    )
+    clip_policy_kwargs: dict | str | None = field(
+        default=None, metadata={"help": "Arguments of the policy that `clip_policy` names, as a JSON object."}
+    )
+    shadow_interval: int | None = field(
+        default=None,
+        metadata={
+            "help": "Score every n-th generation batch in BF16 and log over-clipping and noise, whatever the policy. "
+            "If unset, only when the policy asks for it."
         },
     )
 
     # Parameters that control Calibrated Clipping
-    use_calibrated_clipping: bool = field(
-        default=True,
-        metadata={
-            "help": "Move the clip bounds so that FP8 clips what BF16 would clip. Off: fixed bounds from `epsilon` "
-            "and `epsilon_high`."
-        },
-    )
     calibration_interval: int = field(
         default=20,
         metadata={"help": "Generation batches between two recalibrations (the paper's training steps)."},
@@ -215,18 +240,20 @@ class FP8GRPOConfig(GRPOConfig):
     def __post_init__(self):
         own = [f.name for f in fields(FP8GRPOConfig) if f.name in FP8GRPOConfig.__annotations__]
         config_checks.check_values(self, own)
+        self.resolved_clip_policy, self.auto_reason = config_checks.resolve_clip_policy(self)
         # TRL turns "auto" into a number; whether FP8 kernels need one is known only with the device
         self._pad_to_multiple_of_is_auto = self.pad_to_multiple_of == "auto"
         self._default_steps_per_generation = (
-            self.use_calibrated_clipping and self.steps_per_generation is None and self.generation_batch_size is None
+            (self.resolved_clip_policy != "fixed" or self.shadow_interval is not None)
+            and self.steps_per_generation is None
+            and self.generation_batch_size is None
         )
         if self._default_steps_per_generation:
             self.steps_per_generation = 4 * self.gradient_accumulation_steps
         config_checks.check_accelerate_fp8(self)
         super().__post_init__()
         config_checks.check_rollout(self)
-        if self.use_calibrated_clipping:
-            config_checks.check_calibration(self, self.clip_search)
+        config_checks.check_clip(self)
 
     @property
     def reference_bounds(self) -> tuple[float, float]:
@@ -235,8 +262,48 @@ class FP8GRPOConfig(GRPOConfig):
 
     @property
     def clip_search(self) -> ClipSearch:
-        """The search record of the `clip_*` fields."""
-        return ClipSearch(**{f.name: getattr(self, f.name) for f in fields(ClipSearch)})
+        """The search record of the `clip_*` fields. `delta` above the start of the upper interval ends it."""
+        values = {f.name: getattr(self, f.name) for f in fields(ClipSearch)}
+        if self.delta is not None and self.delta >= self.clip_upper_min + self.clip_grid_step:
+            values["clip_upper_max"] = min(self.clip_upper_max, self.delta)
+        return ClipSearch(**values)
+
+    @property
+    def policy_arguments(self) -> dict[str, Any]:
+        """Arguments of the policy that `clip_policy` names."""
+        given = dict(cast(dict, self.clip_policy_kwargs or {}))
+        if self.resolved_clip_policy != "calibrated":
+            return given
+        upper_init = min(self.clip_upper_init, self.clip_search.clip_upper_max)
+        own = {
+            "calibration_interval": self.calibration_interval,
+            "clip_lower_init": self.clip_lower_init,
+            "clip_upper_init": upper_init,
+        }
+        return {**own, **vars(self.clip_search), **given}
+
+    @property
+    def conversion(self) -> dict[str, Any]:
+        """What [`~trl_fp8.float8.convert_model`] is given, but for the model and whether to emulate."""
+        return {
+            "recipe": self.fp8_recipe,
+            "exclude": self.fp8_exclude_modules or (),
+            "scale_rounding": self.fp8_scale_rounding,
+            "fsdp_all_gather": self.fp8_fsdp_all_gather,
+        }
+
+    @property
+    def measure_settings(self) -> MeasureSettings:
+        """What measuring a micro-batch needs to know."""
+        return MeasureSettings(
+            level=cast(Any, self.importance_sampling_level),
+            reads_both_bounds=self.reads_both_bounds,
+            ref_bounds=self.reference_bounds,
+            delta=self.delta,
+            mode=self.vllm_importance_sampling_mode,
+            clip_min=self.vllm_importance_sampling_clip_min,
+            clip_max=self.vllm_importance_sampling_clip_max,
+        )
 
     @property
     def rollout_quantization(self) -> str:

@@ -48,10 +48,10 @@ def refuse_incomplete(source: Path, files: Iterable[Path], expected: set[str]) -
 
 
 def trained_recipe(source: Path) -> str | None:
-    """`fp8_recipe` of the run a checkpoint is of (its `SettingsRecord`); `None` for a saved model, which has none."""
+    """`fp8_recipe` of the run a checkpoint is of (its `RunRecord`); `None` for a saved model, which has none."""
     state = source / "trainer_state.json"
     saved = json.loads(state.read_text()).get("stateful_callbacks", {}) if state.exists() else {}
-    return saved.get("SettingsRecord", {}).get("attributes", {}).get("settings", {}).get("fp8_recipe")
+    return saved.get("RunRecord", {}).get("attributes", {}).get("settings", {}).get("fp8_recipe")
 
 
 def tensors_of(files: Iterable[Path]) -> Iterator[tuple[str, Tensor]]:

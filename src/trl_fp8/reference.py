@@ -1,14 +1,15 @@
 """The precision of the reference model (`beta` > 0): its own, or the policy's FP8.
 
-The KL penalty compares the policy's FP8 log-probs with the reference's. A reference in BF16 is the model the run
-started from, and the KL at step 0 is the distance FP8 makes (it does not shrink with training); a reference in FP8
-(`"same"`) starts at KL 0, and everything the KL then grows by is training.
+The KL penalty compares the policy's FP8 log-probs with the reference's. A reference in its own precision is the model
+the run started from, and the KL at step 0 is the distance FP8 makes (it does not shrink with training); a reference in
+FP8 starts at KL 0, and everything the KL then grows by is training.
 """
 
-from typing import TYPE_CHECKING, Any, cast
+import contextlib
+from typing import Any
 
-from torch import nn
 from transformers import PreTrainedModel
+from trl import GRPOTrainer
 
 from .config import FP8GRPOConfig
 from .float8.convert import convert_model
@@ -16,15 +17,8 @@ from .float8.linear import SwitchableLinear
 from .float8.shadow import high_precision
 
 
-if TYPE_CHECKING:
-    # The parent is TRL's trainer by the order of bases; naming it here as well would build its hierarchy twice
-    from trl import GRPOTrainer as _Base
-else:
-    _Base = object
-
-
-class ReferencePrecision(_Base):
-    """Part of the trainer: puts `ref_model`, or a PEFT policy without its adapter, into `args.ref_precision`."""
+class ReferencePrecision(GRPOTrainer):
+    """Part of the trainer: puts `ref_model` into `args.ref_model_precision`."""
 
     args: FP8GRPOConfig
     _emulated: bool
@@ -40,23 +34,18 @@ class ReferencePrecision(_Base):
         # TRL builds the reference and shards it inside its constructor. The assignment is the one moment between
         # that is ours: a sharded layer can no longer be replaced
         args = self.args
+        wanted = args.fp8_recipe != "none" and args.ref_model_precision == "fp8"
         raw = isinstance(model, PreTrainedModel) and not any(isinstance(m, SwitchableLinear) for m in model.modules())
-        if raw and args.fp8_recipe != "none" and args.ref_precision == "same" and model is not self._ref_model:
-            convert_model(
-                model,
-                args.fp8_recipe,
-                exclude=args.fp8_exclude_modules or (),
-                scale_rounding=args.fp8_scale_rounding,
-                emulate=self._emulated,
-                fsdp_all_gather=args.fp8_fsdp_all_gather,
-            )
+        if raw and wanted and model is not self._ref_model:
+            convert_model(model, emulate=self._emulated, **args.conversion)
         self._ref_model = model
 
-    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.beta != 0 and self.args.ref_precision == "bf16" and without_adapter(self.model):
-            with high_precision(cast(nn.Module, self.model)):
-                return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
-        return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+
+def own_precision_of_reference(model: Any, args: FP8GRPOConfig) -> contextlib.AbstractContextManager:
+    """Context in which a PEFT policy that stands for the reference now runs in the reference's own precision."""
+    if args.beta != 0 and args.ref_model_precision == "own" and without_adapter(model):
+        return high_precision(model)
+    return contextlib.nullcontext()
 
 
 def without_adapter(model: Any) -> bool:

@@ -34,13 +34,18 @@ def startup_line(
     ref_lower, ref_upper = args.reference_bounds
     parts.append(f"clip bounds [{clip_bounds[0]:.4g}, {clip_bounds[1]:.4g}], a resumed run's from its checkpoint")
     parts.append(f"epsilon and epsilon_high are the BF16 reference [{ref_lower:.4g}, {ref_upper:.4g}]")
+    policies = list(policies)
     parts += [policy.announcement(args) for policy in policies]
+    if args.auto_reason and not policies:
+        parts.append(f"clip_policy='auto' is 'fixed' here: {args.auto_reason.rstrip('.')}")
+    if args.shadow_interval is not None:
+        parts.append(f"every {args.shadow_interval}th generation batch is scored in BF16 as well")
     if args._default_steps_per_generation:
         parts.append(f"steps_per_generation={args.steps_per_generation} (default 4 * gradient_accumulation_steps)")
     elif args.fp8_recipe != "none" and args.ratios_are_one:
         parts.append(
             f"steps_per_generation={args.steps_per_generation}: one update per generation batch, so every ratio is 1 "
-            "(with calibration the default is four)"
+            "(with another clip_policy than 'fixed' the default is four)"
         )
     if args.save_strategy == "steps" and args.save_steps * args.gradient_accumulation_steps % (
         args.micro_batches_per_generation

@@ -1,5 +1,6 @@
 """`FP8GRPOTrainer`: TRL's GRPO trainer with FP8 linears and Calibrated Clipping. Every override adds to its parent."""
 
+import inspect
 import logging
 from typing import Any, cast
 
@@ -10,21 +11,19 @@ from trl import GRPOTrainer
 
 from . import checks
 from .checkpoints import WholeCheckpoints
-from .clipping.importance import importance_weight
-from .clipping.statistics import ClipStatistics
 from .config import FP8GRPOConfig
-from .diagnostics import upper_tail
+from .diagnostics import Mean, upper_tail
 from .diagnostics.alarms import mismatch_alarms
-from .diagnostics.record import Capture, MicroBatch, drop_unscored, measure, measure_rollout
+from .diagnostics.record import BatchRecord, Capture, drop_unscored, measure_micro_batch, measure_rollout
 from .diagnostics.window import MetricWindow
 from .distributed import World
 from .float8 import device
 from .float8.all_gather import Float8ScaleCallback, check_shards
-from .float8.compile import EagerGeneration, compile_layers
+from .float8.compile import compile_layers, eagerly
 from .float8.convert import ConversionReport, convert_model
-from .float8.shadow import Stopwatch, shadow_pass
-from .policy_host import PolicyHost
-from .reference import ReferencePrecision
+from .float8.shadow import shadow_pass
+from .policy_host import PolicyHost, with_clip_policy
+from .reference import ReferencePrecision, own_precision_of_reference
 from .rollout import colocate
 from .startup import startup_line
 
@@ -32,11 +31,11 @@ from .startup import startup_line
 logger = logging.getLogger(__name__)
 
 
-class FP8GRPOTrainer(PolicyHost, ReferencePrecision, WholeCheckpoints, EagerGeneration, GRPOTrainer):
+class FP8GRPOTrainer(PolicyHost, ReferencePrecision, WholeCheckpoints):
     """GRPO in FP8, stable: [`~trl.GRPOTrainer`] whose linears train in FP8 and whose clip bounds are calibrated.
 
     Takes the arguments of [`~trl.GRPOTrainer`], with [`FP8GRPOConfig`] as `args`. With `fp8_recipe="none"` and
-    `use_calibrated_clipping=False` it is `GRPOTrainer`, bit for bit, with more metrics.
+    `clip_policy="fixed"` it is `GRPOTrainer`, bit for bit, with more metrics.
 
     Raises:
         ValueError, TypeError: a setting, the model or the data cannot give what was asked for.
@@ -61,13 +60,11 @@ class FP8GRPOTrainer(PolicyHost, ReferencePrecision, WholeCheckpoints, EagerGene
         if args is None:
             name = model if isinstance(model, str) else model.config._name_or_path
             args = FP8GRPOConfig(f"{name.split('/')[-1]}-FP8-GRPO")
-        checks.check_arguments(args, model, kwargs.get("quantization_config"))
+        given = inspect.signature(GRPOTrainer).bind_partial(model, reward_funcs, args, *positional, **kwargs)
+        checks.check_arguments(args, model, given.arguments.get("quantization_config"))
+        given.arguments["callbacks"] = with_clip_policy(given.arguments.get("callbacks"), args)
         self._window = MetricWindow()
-        self._capture: Capture | None = None
-        self._weights_moved = False  # since the generation batch in hand was generated
-        self._measured: tuple[dict[str, Any], Capture] = ({}, Capture())
-        self._shadow_watch = Stopwatch()
-        self.clip_statistics: ClipStatistics | None = None
+        self._batch = BatchRecord()
         self.conversion_report: ConversionReport | None = None
         self._emulated = args.fp8_recipe != "none" and device.prepare(args)
         self._prepared = False
@@ -75,10 +72,12 @@ class FP8GRPOTrainer(PolicyHost, ReferencePrecision, WholeCheckpoints, EagerGene
 
         # Errors of the model come before the engine, which takes long to start
         with colocate.engine_context(args, self._prepare_model, self.record_metrics, policy=model):
-            super().__init__(model, reward_funcs, args, *positional, **kwargs)
+            super().__init__(*given.args, **given.kwargs)
+        # On the instance: TRL's is static, and code of others calls it on the class
+        self.get_off_policy_mask = self._with_token_weights(self.get_off_policy_mask)
         self._clip_bounds = args.reference_bounds
         self._prepare_model()
-        self._add_policy()
+        self._start_policy()
         self._announce()
 
     # -- construction ------------------------------------------------------------------------------------------------
@@ -87,20 +86,14 @@ class FP8GRPOTrainer(PolicyHost, ReferencePrecision, WholeCheckpoints, EagerGene
         if self._prepared:
             return self.conversion_report
         self._prepared, args = True, self.args
-        checks.check_datasets(self)
-        checks.check_model(self)
-        checks.check_policies(self)
+        world = World.of(self.accelerator)
+        checks.check_dataset(self.train_dataset, args)
+        checks.check_policies(self._policies(), args)
+        checks.check_model(self.model, args, world, self._policies())
         if args.fp8_recipe != "none":
-            self.conversion_report = convert_model(
-                self.model,
-                args.fp8_recipe,
-                exclude=args.fp8_exclude_modules or (),
-                scale_rounding=args.fp8_scale_rounding,
-                emulate=self._emulated,
-                fsdp_all_gather=args.fp8_fsdp_all_gather,
-            )
+            self.conversion_report = convert_model(self.model, emulate=self._emulated, **args.conversion)
             if args.fp8_fsdp_all_gather:
-                check_shards(self.model, World.of(self.accelerator).num_shards)
+                check_shards(self.model, world.num_shards)
                 self.add_callback(Float8ScaleCallback(self.ref_model))
             if args.fp8_compile:
                 compile_layers(self.model)
@@ -125,35 +118,28 @@ class FP8GRPOTrainer(PolicyHost, ReferencePrecision, WholeCheckpoints, EagerGene
         with checks.naming_reward_functions(self.reward_func_names):
             rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         if self.model.training and not self._is_plain_grpo():
-            checks.check_rewards(rewards, self.reward_func_names)
+            checks.warn_without_rewards(rewards, self.reward_func_names)
         return rewards
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        with eagerly(self.args.fp8_compile):
+            return super()._generate_single_turn(*args, **kwargs)
 
     def _generate_and_score_completions(self, inputs):
         if not self.model.training:
             return self._finish_rollout(super()._generate_and_score_completions(inputs))
-        self._collected, self._collect_shadow, self._shadow_watch = None, False, Stopwatch()
-        checks.check_policies(self)
-        self._adopt_policies()
-        self._beginning = True
-        try:
-            for policy in self._policies():
-                policy.on_generation_begin(self)
-        finally:
-            self._beginning = False
-        self._weights_moved = False
-        self._capture = capture = Capture(shadow=self._collect_shadow)
-        try:
+        batch = self._begin_batch()
+        with batch.capturing(shadow=batch.shadow) as capture:
             output = super()._generate_and_score_completions(inputs)
-        finally:
-            self._capture = None
         # Without old log-probs the first forward may have been the reference model's
         if capture.shadow_per_token_logps is not None and "old_per_token_logps" in output:
             output["shadow_old_per_token_logps"] = capture.shadow_per_token_logps
         return self._finish_rollout(output)
 
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
-        result = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
-        capture = self._capture
+        with own_precision_of_reference(self.model, self.args):
+            result = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+        capture = self._batch.capture
         if capture is not None and capture.per_token_logps is None:
             capture.per_token_logps = result[0].detach()
             capture.entropies = None if result[1] is None else result[1].detach()
@@ -161,39 +147,49 @@ class FP8GRPOTrainer(PolicyHost, ReferencePrecision, WholeCheckpoints, EagerGene
                 kwargs = {**kwargs, "compute_entropy": False, "compute_aux_loss": False}
                 checkpointing = cast(Any, self.args.gradient_checkpointing_kwargs)
                 eager = self.args.fp8_compile
-                with shadow_pass(self.model, self.accelerator.device, checkpointing, self._shadow_watch, eager):
+                with shadow_pass(self.model, self.accelerator.device, checkpointing, eager) as watch:
                     shadow = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
                 capture.shadow_per_token_logps = shadow[0]
+                self._batch.shadow_seconds += watch.seconds
+            self._ask_for_bounds(capture)
         return result
 
-    def get_off_policy_mask(self, *args, **kwargs):
-        return self._captured(super().get_off_policy_mask(*args, **kwargs))
-
     def get_high_entropy_mask(self, *args, **kwargs):
-        return self._captured(super().get_high_entropy_mask(*args, **kwargs))
+        mask = super().get_high_entropy_mask(*args, **kwargs)
+        if self._batch.capture is not None:
+            self._batch.capture.masks.append(mask.detach())
+        return mask
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if not self.model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        # Before the first optimizer step on a batch the weights are those of the first shadow pass
-        shadow = "shadow_old_per_token_logps" in inputs and self._weights_moved
-        self._capture = capture = Capture(shadow=shadow)
-        try:
+        batch = self._batch
+        settings = {
+            # Before the first optimizer step on a batch the weights are those of the first shadow pass
+            "shadow": "shadow_old_per_token_logps" in inputs and batch.weights_moved,
+            "inputs": inputs,
+            "weighted": self.use_vllm and self.vllm_importance_sampling_correction,
+            "bounds": self.clip_bounds,
+        }
+        with batch.capturing(**settings) as capture, self._clipping_by_policy():
             loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        finally:
-            self._capture = None
-        self._measured = (inputs, capture)
+        batch.unmeasured = capture
         return loss
 
     def training_step(self, model, inputs, num_items_in_batch):
         output = super().training_step(model, inputs, num_items_in_batch)
+        batch = self._batch
         # After the backward pass: a micro-batch that fails there is trained on again, and must count once
-        self._measure(*self._measured)
+        assert batch.unmeasured is not None  # the parent computes a loss
+        self._measure(batch, batch.unmeasured)
+        batch.unmeasured = None
         if self._step % self.args.micro_batches_per_generation == 0:
-            self._end_generation()
+            if batch.shadow:
+                self.record_metrics({"fp8/shadow_time": Mean(batch.shadow_seconds, 1.0)})
+            self._end_batch()
         if self.accelerator.sync_gradients:
-            self._weights_moved = True  # by the optimizer step that follows
-            self._window.reduce(self._sum_over_ranks)
+            batch.weights_moved = True  # by the optimizer step that follows
+            self._window.reduce(self.sum_over_ranks)
         return output
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -204,11 +200,6 @@ class FP8GRPOTrainer(PolicyHost, ReferencePrecision, WholeCheckpoints, EagerGene
         super().log(logs, start_time)
 
     # -- measuring ----------------------------------------------------------------------------------------------------
-
-    def _captured(self, mask: Tensor) -> Tensor:
-        if self._capture is not None:
-            self._capture.masks.append(mask.detach())
-        return mask
 
     @torch.no_grad()
     def _finish_rollout(self, output: dict[str, Any]) -> dict[str, Any]:
@@ -222,33 +213,5 @@ class FP8GRPOTrainer(PolicyHost, ReferencePrecision, WholeCheckpoints, EagerGene
         return output
 
     @torch.no_grad()
-    def _measure(self, inputs: dict[str, Any], capture: Capture) -> None:
-        """Metrics and statistics of one micro-batch, from what the loss computed anyway (and the shadow pass)."""
-        weighted = self.use_vllm and self.vllm_importance_sampling_correction
-        batch = MicroBatch.from_loss(inputs, capture, weighted, self._weights_moved)
-        ref_weight = None
-        if weighted and batch.shadow_old is not None:
-            ref_weight = importance_weight(
-                batch.shadow_old,
-                inputs["sampling_per_token_logps"],
-                batch.mask,
-                mode=cast(Any, self.vllm_importance_sampling_mode),  # checked by the config
-                clip_min=self.vllm_importance_sampling_clip_min,
-                clip_max=self.vllm_importance_sampling_clip_max,
-            )
-        bounds = self.clip_bounds if self.args.reads_both_bounds else None
-        self.record_metrics(measure(batch, bounds, self.args.reference_bounds, self._collected, ref_weight))
-
-    def _sum_over_ranks(self, tensor: Tensor) -> Tensor:
-        return cast(Tensor, self.accelerator.reduce(tensor, reduction="sum"))
-
-    def _end_generation(self) -> None:
-        statistics = self._collected
-        if statistics is not None and statistics.flat is not None:
-            statistics.flat = self._sum_over_ranks(statistics.flat)
-            if self._collect_shadow:
-                self.record_metrics({"fp8/shadow_time": (self._shadow_watch.seconds, 1.0)})
-        self.clip_statistics = statistics
-        for policy in self._policies():
-            policy.on_generation_end(self)
-        self._collected = None
+    def _measure(self, batch: BatchRecord, capture: Capture) -> None:
+        self.record_metrics(measure_micro_batch(batch, capture, self.args.measure_settings))

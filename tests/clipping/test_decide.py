@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trl_fp8.clipping import Calibration, ClipSearch, calibrate_bounds, importance_weight, smooth_update, solve
+from trl_fp8.clipping import Calibration, ClipSearch, calibrate_bounds, decide, importance_weight, smooth_update
 from trl_fp8.clipping.statistics import ClipStatistics
 
 
@@ -133,7 +133,7 @@ def test_points_hold_grid_candidates_bound_and_reference_in_order():
 # -- ClipStatistics: hand-worked -----------------------------------------------------------------------------------
 
 
-def side(statistics: ClipStatistics, name: str = "policy") -> tuple:
+def side(statistics: ClipStatistics, name: str = "fp8") -> tuple:
     """Everything one side holds, as plain data."""
     numbers = getattr(statistics.numbers(), name)
     return (
@@ -161,7 +161,7 @@ def test_a_hand_worked_batch_is_counted_and_summed_at_every_point():
         {1.25: 3, 1.5: 2},  # r >= h: 1.25 is clipped at 1.25, 1.5 at 1.5
         {1.25: 2.0, 1.5: 4.5},  # r < h
     )
-    assert side(statistics, "reference") == (
+    assert side(statistics, "bf16") == (
         0,
         0,
         {0.5: 0, 0.75: 0},
@@ -174,10 +174,10 @@ def test_a_hand_worked_batch_is_counted_and_summed_at_every_point():
 def test_the_reference_side_has_its_own_ratios_and_weights():
     statistics = ClipStatistics([0.75], [1.25])
     statistics.update(
-        row(0.5, 1.5), row(1.0, 1.125), row(-1, 2), torch.ones(1, 2), row(1.0, 1.0), ref_is_weight=row(0.5, 2.0)
+        row(0.5, 1.5), row(1.0, 1.125), row(-1, 2), torch.ones(1, 2), row(1.0, 1.0), bf16_is_weight=row(0.5, 2.0)
     )
     assert side(statistics) == (1, 1, {0.75: 1}, {0.75: 0.0}, {1.25: 1}, {1.25: 0.0})
-    assert side(statistics, "reference") == (1, 1, {0.75: 0}, {0.75: 0.5}, {1.25: 0}, {1.25: 4.5})
+    assert side(statistics, "bf16") == (1, 1, {0.75: 0}, {0.75: 0.5}, {1.25: 0}, {1.25: 4.5})
 
 
 def test_a_float32_ratio_is_compared_in_float64():
@@ -185,7 +185,7 @@ def test_a_float32_ratio_is_compared_in_float64():
     ratio = torch.tensor([[0.8, 0.7]], dtype=torch.float32)
     statistics = ClipStatistics([0.7, 0.8], [1.2])
     statistics.update(ratio, None, row(-1, -1), torch.ones(1, 2))
-    assert statistics.numbers().policy.lower_clipped == {0.7: 1, 0.8: 1}
+    assert statistics.numbers().fp8.lower_clipped == {0.7: 1, 0.8: 1}
 
 
 def test_delta_takes_a_negative_token_out_of_the_sum_but_not_of_the_count():
@@ -198,15 +198,15 @@ def test_delta_takes_a_negative_token_out_of_the_sum_but_not_of_the_count():
 def test_delta_holds_for_the_reference_too():
     statistics = ClipStatistics([0.75], [1.25], delta=4.0)
     statistics.update(row(1.0, 1.0), row(1.0, 4.5), row(-1, -1), torch.ones(1, 2))
-    assert statistics.numbers().policy.negative_sum == {0.75: 2.0}
-    assert statistics.numbers().reference.negative_sum == {0.75: 1.0}
+    assert statistics.numbers().fp8.negative_sum == {0.75: 2.0}
+    assert statistics.numbers().bf16.negative_sum == {0.75: 1.0}
 
 
 def test_tokens_without_weight_or_advantage_count_nowhere():
     ratio, advantages = row(0.5, 0.5, 1.0, 1.0, 2.0), row(-1, -1, 0, 1, 1)
     weight = row(1, 0, 1, 1, 0)
     statistics = ClipStatistics([0.75], [1.25])
-    statistics.update(ratio, ratio, advantages, torch.ones(1, 5), weight, ref_is_weight=torch.ones(1, 5))
+    statistics.update(ratio, ratio, advantages, torch.ones(1, 5), weight, bf16_is_weight=torch.ones(1, 5))
     for name in ("policy", "reference"):
         assert side(statistics, name) == (1, 1, {0.75: 1}, {0.75: 0.0}, {1.25: 0}, {1.25: 1.0})
 
@@ -233,7 +233,7 @@ def test_rubbish_in_masked_tokens_changes_nothing(rubbish):
 def test_any_nonzero_mask_value_keeps_a_token(mask):
     statistics = ClipStatistics([0.75], [1.25])
     statistics.update(torch.full((2, 3), 0.5), None, torch.tensor([-1.0, -1.0]), mask)
-    assert statistics.numbers().policy.lower_clipped == {0.75: 6}
+    assert statistics.numbers().fp8.lower_clipped == {0.75: 6}
 
 
 def test_advantages_per_sequence_and_per_token_are_the_same():
@@ -259,13 +259,13 @@ def test_sequence_weights_broadcast_over_tokens():
     statistics = ClipStatistics([0.75], [1.25])
     statistics.update(ratio, ratio, advantages, torch.ones(3, 2), weight, weight)
     assert side(statistics) == (2, 2, {0.75: 1}, {0.75: 0.5}, {1.25: 1}, {1.25: 4.0})  # the third row has w = 0
-    assert side(statistics, "reference") == side(statistics)
+    assert side(statistics, "bf16") == side(statistics)
 
 
-@pytest.mark.parametrize("name", ["ratio", "ref_ratio", "advantages", "is_weight", "ref_is_weight"])
+@pytest.mark.parametrize("name", ["ratio", "bf16_ratio", "advantages", "is_weight", "bf16_is_weight"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_token_that_is_not_finite_is_counted_and_enters_no_sum(name, value):
-    arguments = {key: row(1.0, 1.0) for key in ("ratio", "ref_ratio", "is_weight", "ref_is_weight")}
+    arguments = {key: row(1.0, 1.0) for key in ("ratio", "bf16_ratio", "is_weight", "bf16_is_weight")}
     arguments["advantages"] = row(1.0, -1.0)
     arguments[name] = arguments[name].clone()
     arguments[name][0, 0] = value
@@ -280,7 +280,7 @@ def test_a_dropped_token_that_is_not_finite_is_not_counted():
     statistics = ClipStatistics([0.75], [1.25])
     statistics.update(row(math.nan, math.nan, 1.0), None, row(1, 0, 1), torch.ones(1, 3), row(0, 1, 1))
     assert statistics.numbers().num_nonfinite == 0
-    assert statistics.numbers().policy.num_positive == 1
+    assert statistics.numbers().fp8.num_positive == 1
 
 
 @pytest.mark.parametrize("points", [[], [0.8, 0.7], [0.7, math.nan], [0.7, math.inf]])
@@ -294,7 +294,7 @@ def test_points_that_cannot_be_searched_are_refused(points, lower):
 def test_statistics_without_a_token_are_zero_and_keep_the_bounds():
     search = ClipSearch()
     statistics = ClipStatistics(search.lower_points(0.6, 0.8), search.upper_points(1.8, 1.24))
-    calibration = solve(statistics.numbers(), search, (0.6, 1.8), (0.8, 1.24))
+    calibration = decide(statistics.numbers(), search, (0.6, 1.8), (0.8, 1.24))
     assert calibration == Calibration(
         0.6,
         1.8,
@@ -496,7 +496,7 @@ class Case:
         )
 
     def decide(self, statistics: ClipStatistics) -> Calibration:
-        return solve(statistics.numbers(), self.search, self.bounds, self.ref_bounds)
+        return decide(statistics.numbers(), self.search, self.bounds, self.ref_bounds)
 
 
 def random_case(seed: int) -> Case:
@@ -606,6 +606,12 @@ class Oracle:
             token[reference] * token[2 + reference] for token in self.negative if c < token[reference] <= limit
         )
 
+    def clipped_lower(self, c: float, reference: bool = False) -> float:
+        return math.fsum(token[2 + reference] for token in self.negative if token[reference] <= c)
+
+    def clipped_upper(self, h: float, reference: bool = False) -> float:
+        return math.fsum(token[2 + reference] for token in self.positive if token[reference] >= h)
+
     def decide(self) -> Calibration:
         (lower, upper), (c_low, c_high) = self.case.bounds, self.case.ref_bounds
         total = len(self.negative)
@@ -691,7 +697,7 @@ def test_the_statistics_equal_brute_force_at_every_point(oracles):
         case.add(statistics, torch.arange(len(case.mask)), case.mask)
         numbers = statistics.numbers()
         assert numbers.num_nonfinite == oracle.num_nonfinite, seed
-        for reference, found in ((False, numbers.policy), (True, numbers.reference)):
+        for reference, found in ((False, numbers.fp8), (True, numbers.bf16)):
             assert found.num_negative == len(oracle.negative), seed
             assert found.num_positive == len(oracle.positive), seed
             assert found.lower_clipped == {c: oracle.count_lower(c, reference) for c in statistics.lower_points}, seed
@@ -700,6 +706,10 @@ def test_the_statistics_equal_brute_force_at_every_point(oracles):
             assert found.negative_sum == pytest.approx(sums, rel=SUM_TOLERANCE, abs=0), seed
             sums = {h: oracle.sum_positive(h, reference) for h in statistics.upper_points}
             assert found.positive_sum == pytest.approx(sums, rel=SUM_TOLERANCE, abs=0), seed
+            sums = {c: oracle.clipped_lower(c, reference) for c in statistics.lower_points}
+            assert found.lower_clipped_weight == pytest.approx(sums, rel=SUM_TOLERANCE, abs=0), seed
+            sums = {h: oracle.clipped_upper(h, reference) for h in statistics.upper_points}
+            assert found.upper_clipped_weight == pytest.approx(sums, rel=SUM_TOLERANCE, abs=0), seed
 
 
 def test_any_split_into_micro_batches_and_ranks_decides_the_same(oracles):
@@ -752,7 +762,7 @@ def test_sums_are_monotonic_in_the_bounds():
     statistics = ClipStatistics(LOWER_GRID, UPPER_GRID)
     ratio = (0.5 * torch.randn((16, 64), generator=generator)).exp()
     statistics.update(ratio, None, torch.randn(16, generator=generator), torch.ones(16, 64))
-    numbers = statistics.numbers().policy
+    numbers = statistics.numbers().fp8
     positive, negative = list(numbers.positive_sum.values()), list(numbers.negative_sum.values())
     assert positive == sorted(positive)
     assert negative == sorted(negative, reverse=True)

@@ -59,7 +59,7 @@ def main(folder, where, resume):
     result = {
         "step": trainer.state.global_step,
         "steps": [entry["step"] for entry in trainer.state.log_history if "loss" in entry],
-        "recalibrated_at": [entry["step"] for entry in trainer.state.log_history if "calibration/rho" in entry],
+        "recalibrated_at": [entry["step"] for entry in trainer.state.log_history if "update_ratio/fp8" in entry],
         "k3": logged(trainer, "mismatch/k3_kl"),
         "canary": logged(trainer, "rollout/canary"),
         "bounds": trainer.clip_bounds,

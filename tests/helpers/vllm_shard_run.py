@@ -58,7 +58,7 @@ def run(folder: Path, name: str, request: dict) -> dict:
         "canary": logged(trainer, "rollout/canary"),
         "k3": logged(trainer, "mismatch/k3_kl"),
         "bytes": logged(trainer, "rollout/sync_bytes"),
-        "rho": logged(trainer, "calibration/rho"),
+        "rho": logged(trainer, "update_ratio/fp8"),
         "bounds": trainer.clip_bounds,
         "type": str(trainer.accelerator.distributed_type),
     }

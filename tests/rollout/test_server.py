@@ -465,7 +465,7 @@ def test_a_server_that_hangs_is_given_up_and_not_asked_again(policy, tmp_path, s
 def test_everything_off_leaves_trls_engine_alone(policy, tmp_path, serving, monkeypatch):
     opened = []
     monkeypatch.setattr(_upstream.VLLMClient, "init_communicator", lambda self, device: opened.append(type(self)))
-    off = {"fp8_recipe": "none", "use_calibrated_clipping": False}
+    off = {"fp8_recipe": "none", "clip_policy": "fixed"}
     trainer = build_trainer(policy, tmp_path, serving.url, **off)
     assert type(trainer.vllm_generation) is _upstream.VLLMGeneration
     assert opened == [_upstream.VLLMClient]

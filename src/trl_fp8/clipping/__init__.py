@@ -1,7 +1,8 @@
 """When a token is clipped: the mathematics on plain tensors. Policies of the bounds are in `trl_fp8` itself."""
 
-from .decide import Calibration, calibrate_bounds, solve
-from .importance import importance_weight
+from .batch import MicroBatch
+from .decide import Calibration, calibrate_bounds, decide
+from .importance import importance_ratio, importance_weight
 from .search import ClipSearch, smooth_update
 from .statistics import ClipStatistics
 
@@ -10,8 +11,10 @@ __all__ = [
     "Calibration",
     "ClipSearch",
     "ClipStatistics",
+    "MicroBatch",
     "calibrate_bounds",
+    "decide",
+    "importance_ratio",
     "importance_weight",
     "smooth_update",
-    "solve",
 ]

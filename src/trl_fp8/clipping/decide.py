@@ -1,7 +1,7 @@
 """The mathematics of clip bounds: pure functions and records on tensors, no trainer, no logging.
 
 Shapes: B sequences, T completion tokens. Symbols of the paper (arXiv 2609.22870, and `docs/method.md`):
-    r      importance ratio pi_theta / pi_old of a token, under the FP8 ("policy") or the BF16 ("reference") forward
+    r      importance ratio pi_theta / pi_old of a token, under the FP8 or the BF16 forward
     w      truncated importance weight min(pi_old / pi_sampler, C), 1 where the sampler is the policy itself
     A      advantage
     L, H   lower and upper clip bound on r
@@ -10,7 +10,7 @@ Shapes: B sequences, T completion tokens. Symbols of the paper (arXiv 2609.22870
     N(c)   sum over A < 0 with r > c of w r |A|
     rho    P(H) / N(L), the positive-to-negative update ratio
 A batch is reduced to additive histograms over sorted points ([`ClipStatistics`]). The points include every bound
-SmoothUpdate could produce, so the decision ([`solve`]) is exact although smoothed bounds lie off the search grid.
+SmoothUpdate could produce, so the decision ([`decide`]) is exact although smoothed bounds lie off the search grid.
 """
 
 import math
@@ -20,7 +20,7 @@ from typing import Literal
 from torch import Tensor
 
 from .search import ClipSearch, smooth_update
-from .statistics import ClipNumbers, ClipStatistics
+from .statistics import ClipNumbers, ClipStatistics, check_shapes
 
 
 # Sums taken in another order agree to about 1e-12. Candidates whose distances differ by less than this share of the
@@ -54,7 +54,7 @@ class Calibration:
         return self.reason is not None
 
 
-def solve(
+def decide(
     numbers: ClipNumbers, search: ClipSearch, bounds: tuple[float, float], ref_bounds: tuple[float, float]
 ) -> Calibration:
     """Decide the next bounds from the statistics of a batch (paper section 3, Algorithm 1; `docs/method.md` 4-6).
@@ -65,13 +65,13 @@ def solve(
         bounds: `(L, H)` in force for the batch.
         ref_bounds: `(c_low, c_high)`, the trust region one would use in BF16.
     """
-    policy, reference = numbers.policy, numbers.reference
+    fp8, bf16 = numbers.fp8, numbers.bf16
     (lower, upper), (ref_lower, ref_upper) = bounds, ref_bounds
-    n_negative = policy.num_negative
-    alpha_low = reference.lower_clipped[ref_lower] / n_negative if n_negative else None
-    clip_share_before = policy.lower_clipped[lower] / n_negative if n_negative else None
-    rho_ref = _divide(reference.positive_sum[ref_upper], reference.negative_sum[ref_lower])
-    rho_before = _divide(policy.positive_sum[upper], policy.negative_sum[lower])
+    n_negative = fp8.num_negative
+    alpha_low = bf16.lower_clipped[ref_lower] / n_negative if n_negative else None
+    clip_share_before = fp8.lower_clipped[lower] / n_negative if n_negative else None
+    rho_ref = _divide(bf16.positive_sum[ref_upper], bf16.negative_sum[ref_lower])
+    rho_before = _divide(fp8.positive_sum[upper], fp8.negative_sum[lower])
 
     def keep(reason: str) -> Calibration:
         shares = (alpha_low, clip_share_before, rho_ref, rho_before, rho_before)
@@ -79,24 +79,24 @@ def solve(
 
     if numbers.num_nonfinite:
         return keep(f"{numbers.num_nonfinite} tokens have a ratio, weight or advantage that is not finite")
-    if not n_negative or not policy.num_positive:
-        return keep(f"the batch has {n_negative} tokens of negative and {policy.num_positive} of positive advantage")
+    if not n_negative or not fp8.num_positive:
+        return keep(f"the batch has {n_negative} tokens of negative and {fp8.num_positive} of positive advantage")
     if rho_ref is None:
         return keep("every negative-advantage token is clipped in BF16, so the update ratio has no denominator")
 
     # Stage 1 compares counts, not shares: integers have no rounding
-    target_count = reference.lower_clipped[ref_lower]
+    target_count = bf16.lower_clipped[ref_lower]
     lower_target = _nearest(
-        search.lower_grid, lambda c: abs(policy.lower_clipped[c] - target_count), ref_lower, tolerance=0.0
+        search.lower_grid, lambda c: abs(fp8.lower_clipped[c] - target_count), ref_lower, tolerance=0.0
     )
     new_lower = smooth_update(lower, lower_target, search.clip_lower_max_change)
 
-    denominator = policy.negative_sum[new_lower if search.rebalance_with == "smoothed" else lower_target]
-    if not denominator > 0 or not policy.negative_sum[new_lower] > 0:
+    denominator = fp8.negative_sum[new_lower if search.rebalance_with == "smoothed" else lower_target]
+    if not denominator > 0 or not fp8.negative_sum[new_lower] > 0:
         return keep("every negative-advantage token is clipped, so the update ratio has no denominator")
     upper_target = _nearest(
         search.upper_grid,
-        lambda h: abs(policy.positive_sum[h] / denominator - rho_ref),
+        lambda h: abs(fp8.positive_sum[h] / denominator - rho_ref),
         ref_upper,
         tolerance=_TIE_TOLERANCE * rho_ref,
     )
@@ -110,7 +110,7 @@ def solve(
         clip_share_before=clip_share_before,
         rho_ref=rho_ref,
         rho_before=rho_before,
-        rho_after=policy.positive_sum[new_upper] / policy.negative_sum[new_lower],
+        rho_after=fp8.positive_sum[new_upper] / fp8.negative_sum[new_lower],
         saturated=lower_target in (search.lower_grid[0], search.lower_grid[-1])
         or upper_target in (search.upper_grid[0], search.upper_grid[-1]),
     )
@@ -166,10 +166,14 @@ def calibrate_bounds(
     for name, values in given.items():
         if not isinstance(values, Tensor):
             raise TypeError(f"{name} is a {type(values).__name__}, and sums run over tensors. Pass a torch.Tensor.")
+    check_shapes(
+        mask.shape, ratio=ratio, ref_ratio=ref_ratio, advantages=advantages, is_weight=is_weight,
+        ref_is_weight=ref_is_weight,
+    )  # fmt: skip
     for name, values in (("ratio", ratio), ("ref_ratio", ref_ratio)):
         if bool(((values < 0) & mask.bool()).any()):
             raise ValueError(
-                f"{name} holds negative numbers, and a ratio of probabilities is none. Pass exp(log-ratio)."
+                f"{name} holds negative numbers, and a ratio of probabilities is positive. Pass exp(log-ratio)."
             )
     if rebalance_with is not None:
         search = ClipSearch(**{**vars(search), "rebalance_with": rebalance_with})
@@ -177,4 +181,4 @@ def calibrate_bounds(
         search.lower_points(bounds[0], ref_bounds[0]), search.upper_points(bounds[1], ref_bounds[1])
     )
     statistics.update(ratio, ref_ratio, advantages, mask, is_weight, ref_is_weight)
-    return solve(statistics.numbers(), search, bounds, ref_bounds)
+    return decide(statistics.numbers(), search, bounds, ref_bounds)

@@ -1,10 +1,29 @@
-"""The truncated importance weight of the old policy against the sampler. Pure, on tensors."""
+"""Importance ratios pi_theta / pi_old, and the truncated weight pi_old / pi_sampler. Pure, on tensors."""
 
 import math
 from typing import Literal
 
 import torch
 from torch import Tensor
+
+
+def importance_ratio(
+    log_probs: Tensor, old_log_probs: Tensor, mask: Tensor, level: Literal["token", "sequence"] = "token"
+) -> Tensor:
+    """Importance ratio pi_theta / pi_old as TRL's loss forms it.
+
+    Args:
+        log_probs, old_log_probs (`Tensor` of shape `(B, T)`): log-probs of the sampled tokens, nats.
+        mask (`Tensor` of shape `(B, T)`): nonzero for completion tokens.
+        level: TRL's `importance_sampling_level`.
+
+    Returns:
+        `Tensor` of shape `(B, T)`, or `(B, 1)` at level `"sequence"`: exp of the mean log-ratio (GSPO).
+    """
+    log_ratio = log_probs - old_log_probs
+    if level == "sequence":
+        log_ratio = ((log_ratio * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).unsqueeze(-1)
+    return torch.exp(log_ratio)
 
 
 def importance_weight(

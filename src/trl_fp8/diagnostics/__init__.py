@@ -1,18 +1,36 @@
-"""What is measured and logged: pure functions on tensors."""
+"""What is measured and logged: pure functions on tensors, and values that say how they are reduced."""
 
-from .mismatch import mismatch, raw_log_ratio, upper_tail
-from .tokens import clip_shares, entropy_bins, nmae, noise_floor, over_clipping, quantization_error, signs
+from ..reductions import Last, Max, Mean, Metric, Sum
+from .tokens import (
+    clip_shares,
+    entropy_shares,
+    nmae,
+    noise_floor,
+    over_clipping,
+    quantization_error,
+    response_entropy,
+    signs,
+    update_ratio,
+)
+from .train_rollout import mismatch, raw_log_ratio, upper_tail
 
 
 __all__ = [
+    "Last",
+    "Max",
+    "Mean",
+    "Metric",
+    "Sum",
     "clip_shares",
-    "entropy_bins",
+    "entropy_shares",
     "mismatch",
     "nmae",
     "noise_floor",
     "over_clipping",
     "quantization_error",
     "raw_log_ratio",
+    "response_entropy",
     "signs",
+    "update_ratio",
     "upper_tail",
 ]

@@ -1,27 +1,34 @@
-"""From one micro-batch to metrics and clip statistics, out of what the loss computed anyway.
+"""One generation batch of training: what is asked of it, what passes through the trainer's methods, what is measured.
 
 Shapes: B sequences, T completion tokens.
 """
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from .. import diagnostics
-from ..clipping.importance import importance_weight
+from ..clipping.batch import MicroBatch
+from ..clipping.importance import importance_ratio, importance_weight
 from ..clipping.statistics import ClipStatistics
-from .window import Metric
+from ..reductions import Last, Metric
+from . import tokens
+from .train_rollout import mismatch, raw_log_ratio
 
 
 @dataclass
 class Capture:
-    """What passes through the trainer's methods in one scope (generation, or one loss): first forward and masks."""
+    """What passes through the trainer's methods in one scope (generation, or one loss)."""
 
     shadow: bool = False
     """Whether to run the first forward once more in high precision."""
+    inputs: Mapping[str, Any] | None = None
+    """Of the loss; `None` in the generation."""
+    weighted: bool = False
+    """Whether the loss multiplies by the mismatch weight."""
     per_token_logps: Tensor | None = None
     """`(B, T)`, nats, of the first forward."""
     entropies: Tensor | None = None
@@ -29,63 +36,153 @@ class Capture:
     shadow_per_token_logps: Tensor | None = None
     """`(B, T)`, nats, of the shadow pass."""
     masks: list[Tensor] = field(default_factory=list)
-    """Masks the loss applies beyond completion and tool masks, each `(B, T)` or `(B, 1)`."""
+    """What the loss drops beyond completion and tool masks is 0 here, each `(B, T)` or `(B, 1)`."""
+    bounds: tuple[float, float] | None = None
+    """`(L, H)` that the loss clips at."""
+
+    @property
+    def batch(self) -> MicroBatch:
+        """The micro-batch of the loss, detached."""
+        assert self.inputs is not None  # a loss is in hand
+        assert self.per_token_logps is not None  # every loss scores its completions first
+        advantages = self.inputs["advantages"]
+        return MicroBatch(
+            log_probs=self.per_token_logps,
+            # TRL's loss does the same when the batch carries none: its only update is on-policy
+            old_log_probs=self.inputs.get("old_per_token_logps", self.per_token_logps),
+            sampler_log_probs=self.inputs.get("sampling_per_token_logps"),
+            advantages=advantages.unsqueeze(1) if advantages.dim() == 1 else advantages,
+            mask=model_tokens(self.inputs),
+            weights=self.inputs["importance_sampling_ratio"] if self.weighted else None,
+        )
 
 
 @dataclass
-class MicroBatch:
-    """One micro-batch of the loss, on the device.
+class BatchRecord:
+    """The generation batch in hand, from the begin of its generation to its last micro-batch."""
+
+    begun: bool = False
+    """Whether the batch was generated in this run. The rest of a batch from before a resume was not."""
+    beginning: bool = False
+    """Whether statistics may still be asked for."""
+    policy: Any = None
+    """The clip policy whose `on_generation_begin` was called."""
+    statistics: ClipStatistics | None = None
+    """What the policy asked for, so far."""
+    shadow: bool = False
+    """Whether the batch is scored in BF16 as well."""
+    shadow_seconds: float = 0.0
+    weights_moved: bool = False
+    """Whether an optimizer step has followed since the batch was generated."""
+    capture: Capture | None = None
+    """Of the scope that is open."""
+    unmeasured: Capture | None = None
+    """Of the last loss, until its backward pass is through."""
+
+    @contextlib.contextmanager
+    def capturing(self, **settings: Any) -> Iterator[Capture]:
+        """Scope of a generation or of a loss."""
+        self.capture = capture = Capture(**settings)
+        try:
+            yield capture
+        finally:
+            self.capture = None
+
+
+@dataclass(frozen=True)
+class MeasureSettings:
+    """What measuring a micro-batch reads from the run's configuration.
 
     Args:
-        mask (`Tensor` of shape `(B, T)`): completion tokens of the model itself.
-        kept (`Tensor` of shape `(B, T)`): those the loss keeps (`mask`, off-policy and entropy masks, w != 0).
-        per_token_logps, old_per_token_logps (`Tensor` of shape `(B, T)`): FP8, nats.
-        shadow, shadow_old (`Tensor` of shape `(B, T)`, *optional*): BF16, nats; both or none.
-        advantages (`Tensor` of shape `(B,)` or `(B, T)`): A.
-        entropies (`Tensor` of shape `(B, T)`, *optional*): nats.
-        is_weight (`Tensor` of shape `(B, T)` or `(B, 1)`, *optional*): w of the loss.
-        moved: whether the weights have moved since generation.
+        level: TRL's `importance_sampling_level`.
+        reads_both_bounds: whether the loss clips token ratios at both bounds; otherwise clip metrics would lie.
+        ref_bounds: `(1 - epsilon, 1 + epsilon_high)`.
+        delta: TRL's two-sided clip.
+        mode, clip_min, clip_max: TRL's `vllm_importance_sampling_*`.
     """
 
-    mask: Tensor
-    kept: Tensor
-    per_token_logps: Tensor
-    old_per_token_logps: Tensor
-    advantages: Tensor
-    entropies: Tensor | None
-    is_weight: Tensor | None
-    moved: bool
-    shadow: Tensor | None = None
-    shadow_old: Tensor | None = None
+    level: Literal["token", "sequence"]
+    reads_both_bounds: bool
+    ref_bounds: tuple[float, float]
+    delta: float | None
+    mode: Any
+    clip_min: float | None
+    clip_max: float | None
 
-    @classmethod
-    def from_loss(cls, inputs: Mapping[str, Any], capture: Capture, weighted: bool, moved: bool) -> "MicroBatch":
-        """Gather what the loss read (`inputs`) and computed (`capture`); `weighted`: whether w is in the loss."""
-        assert capture.per_token_logps is not None  # every loss scores its completions first
-        mask = inputs["completion_mask"].bool()
-        if "tool_mask" in inputs:
-            mask = mask & inputs["tool_mask"].bool()
-        kept = mask
-        for loss_mask in capture.masks:
-            kept = kept & loss_mask.bool()
-        is_weight = inputs["importance_sampling_ratio"] if weighted else None
-        if is_weight is not None:
-            kept = kept & (is_weight != 0)
-        shadow_old = inputs.get("shadow_old_per_token_logps")
-        return cls(
-            mask=mask,
-            kept=kept,
-            per_token_logps=capture.per_token_logps,
-            # TRL's loss does the same when the batch carries none: its only update is on-policy
-            old_per_token_logps=inputs.get("old_per_token_logps", capture.per_token_logps),
-            advantages=inputs["advantages"],
-            entropies=capture.entropies,
-            is_weight=is_weight,
-            moved=moved,
-            # Before the first optimizer step the weights are those of the first shadow pass
-            shadow=capture.shadow_per_token_logps if moved else shadow_old,
-            shadow_old=shadow_old,
+
+@dataclass(frozen=True)
+class Ratios:
+    """Importance ratios of a micro-batch as the loss sees them, and the BF16 side of a batch with a shadow pass."""
+
+    fp8: Tensor
+    bf16: Tensor | None = None
+    bf16_log_probs: Tensor | None = None
+    bf16_weight: Tensor | None = None
+
+
+def ratios(record: BatchRecord, capture: Capture, settings: MeasureSettings) -> Ratios:
+    """Form the ratios `(B, T)` (`(B, 1)` at sequence level) of both sides and the BF16 mismatch weight `(B, T)`."""
+    batch, inputs = capture.batch, capture.inputs
+    assert inputs is not None  # a loss is in hand
+    fp8 = importance_ratio(batch.log_probs, batch.old_log_probs, batch.mask, settings.level)
+    bf16_old = inputs.get("shadow_old_per_token_logps")
+    # Before the first optimizer step the weights are those of the first shadow pass
+    bf16 = capture.shadow_per_token_logps if record.weights_moved else bf16_old
+    if bf16 is None or bf16_old is None:
+        return Ratios(fp8)
+    weight = None
+    if batch.weights is not None and batch.sampler_log_probs is not None:
+        kinds = {"mode": settings.mode, "clip_min": settings.clip_min, "clip_max": settings.clip_max}
+        weight = importance_weight(bf16_old, batch.sampler_log_probs, batch.mask, **kinds)
+    return Ratios(fp8, importance_ratio(bf16, bf16_old, batch.mask, settings.level), bf16, weight)
+
+
+def measure_micro_batch(record: BatchRecord, capture: Capture, settings: MeasureSettings) -> dict[str, Metric]:
+    """Metrics of one micro-batch, out of what the loss computed anyway; adds it to the statistics asked for."""
+    batch, inputs = capture.batch, capture.inputs
+    assert inputs is not None  # a loss is in hand
+    found = ratios(record, capture, settings)
+    kept = batch.mask
+    for dropped in capture.masks:
+        kept = kept & dropped.bool()
+    if batch.weights is not None:
+        kept = kept & (batch.weights != 0)
+    negative, positive = tokens.signs(batch.advantages, kept)
+    entropy = None
+    metrics: dict[str, Metric] = {}
+    if capture.entropies is not None:
+        entropy = tokens.response_entropy(capture.entropies, batch.mask)
+        metrics |= tokens.entropy_shares(entropy, inputs["advantages"])
+    if "old_per_token_logps" in inputs and not record.weights_moved:
+        metrics |= tokens.noise_floor(batch.log_probs - batch.old_log_probs, batch.mask)
+    if settings.reads_both_bounds:
+        assert capture.bounds is not None  # set with the capture of a loss
+        lower, upper = capture.bounds
+        metrics |= {"clip_bounds/lower": Last(lower), "clip_bounds/upper": Last(upper)}
+        metrics |= tokens.clip_shares(
+            found.fp8, negative, positive, capture.bounds, settings.ref_bounds, bf16_ratio=found.bf16
         )
+    if found.bf16 is not None and found.bf16_log_probs is not None and settings.level == "token":
+        metrics |= tokens.quantization_error(batch.log_probs, found.bf16_log_probs, found.fp8, found.bf16, batch.mask)
+        metrics |= tokens.over_clipping(found.fp8, found.bf16, negative, positive, settings.ref_bounds, entropy)
+        if capture.bounds is not None and settings.reads_both_bounds:
+            signed = (batch.advantages, negative, positive)
+            metrics["update_ratio/fp8"] = tokens.update_ratio(
+                found.fp8, batch.weights, *signed, capture.bounds, settings.delta
+            )
+            metrics["update_ratio/bf16"] = tokens.update_ratio(
+                found.bf16, found.bf16_weight, *signed, settings.ref_bounds, settings.delta
+            )
+    if record.statistics is not None:
+        fp8, bf16 = found.fp8.expand(kept.shape), None if found.bf16 is None else found.bf16.expand(kept.shape)
+        record.statistics.update(fp8, bf16, inputs["advantages"], kept, batch.weights, found.bf16_weight)
+    return metrics
+
+
+def model_tokens(inputs: Mapping[str, Any]) -> Tensor:
+    """`(B, T)`, true for completion tokens of the model itself: no padding, no tokens of tools."""
+    mask = inputs["completion_mask"].bool()
+    return mask & inputs["tool_mask"].bool() if "tool_mask" in inputs else mask
 
 
 def drop_unscored(rollout: dict[str, Any]) -> None:
@@ -110,49 +207,9 @@ def measure_rollout(rollout: Mapping[str, Any], mode: Any) -> tuple[dict[str, Me
         mode: TRL's `vllm_importance_sampling_mode`; `None` without a correction.
     """
     old, sampling = rollout["old_per_token_logps"], rollout["sampling_per_token_logps"]
-    mask = rollout["completion_mask"].bool()
-    if "tool_mask" in rollout:
-        mask = mask & rollout["tool_mask"].bool()
-    truncated = None
+    mask, truncated = model_tokens(rollout), None
     if mode is not None:
         weight = importance_weight(old, sampling, mask, mode=mode, clip_max=None)
         truncated = weight != rollout["importance_sampling_ratio"]
-    ratios = torch.where(mask, diagnostics.raw_log_ratio(old, sampling).exp(), float("nan"))
-    return {**diagnostics.mismatch(old, sampling, mask, truncated)}, ratios.flatten()
-
-
-def measure(
-    batch: MicroBatch,
-    bounds: tuple[float, float] | None,
-    ref_bounds: tuple[float, float],
-    statistics: ClipStatistics | None = None,
-    ref_is_weight: Tensor | None = None,
-) -> dict[str, Metric]:
-    """Metrics of one micro-batch; adds it to `statistics` where a policy collects some.
-
-    Args:
-        batch: the micro-batch.
-        bounds: `(L, H)` in force; `None` for a loss that does not clip token ratios at both, whose clip metrics would
-            lie.
-        ref_bounds: `(1 - epsilon, 1 + epsilon_high)`.
-        statistics: to be updated in place.
-        ref_is_weight (`Tensor` of shape `(B, T)`, *optional*): w with the BF16 old policy.
-    """
-    log_ratio = batch.per_token_logps - batch.old_per_token_logps
-    ratio, ref_ratio = torch.exp(log_ratio), None
-    negative, positive = diagnostics.signs(batch.advantages, batch.kept)
-    metrics: dict[str, Metric] = {}
-    if bounds is not None:
-        metrics |= {"clip_bounds/lower": bounds[0], "clip_bounds/upper": bounds[1]}
-        metrics |= diagnostics.clip_shares(ratio, negative, positive, bounds, ref_bounds)
-    if batch.entropies is not None:
-        metrics |= diagnostics.entropy_bins(batch.entropies, batch.mask)
-    if batch.old_per_token_logps is not batch.per_token_logps and not batch.moved:
-        metrics |= diagnostics.noise_floor(log_ratio, batch.mask)
-    if batch.shadow is not None and batch.shadow_old is not None:
-        ref_ratio = torch.exp(batch.shadow - batch.shadow_old)
-        metrics |= diagnostics.quantization_error(batch.per_token_logps, batch.shadow, ratio, ref_ratio, batch.mask)
-        metrics |= diagnostics.over_clipping(ratio, ref_ratio, negative, positive, ref_bounds)
-    if statistics is not None:
-        statistics.update(ratio, ref_ratio, batch.advantages, batch.kept, batch.is_weight, ref_is_weight)
-    return metrics
+    raw = torch.where(mask, raw_log_ratio(old, sampling).exp(), float("nan"))
+    return mismatch(old, sampling, mask, truncated), raw.flatten()

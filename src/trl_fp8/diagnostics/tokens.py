@@ -1,18 +1,24 @@
-"""Pure diagnosis: how far the FP8 forward is from the BF16 one and from the rollout engine, and what the bounds clip.
+"""What the clip does to tokens, and how far the FP8 forward is from the BF16 one. Pure, on tensors.
 
-Every function but `upper_tail` returns `{name: (numerator, denominator)}` of float64 scalars on the device, so that
-sums can be added over micro-batches, ranks and the logging window before they are divided (a ratio of sums, never a
-mean of ratios).
+Every function returns `{name: Mean or Sum}` of float64 scalars on the device, so that sums can be added over
+micro-batches, ranks and the logging window before they are divided.
 Shapes: B sequences, T completion tokens. `docs/metrics.md` has one row per name.
 """
 
 import torch
 from torch import Tensor
 
+from ..reductions import Mean, Metric, Sum
 
-Fractions = dict[str, tuple[Tensor, Tensor]]
 
-ENTROPY_BINS = {"0_02": (0.0, 0.2), "02_05": (0.2, 0.5), "05_1": (0.5, 1.0), "1_inf": (1.0, float("inf"))}
+ENTROPY_BINS = {
+    "below_0.2": (0.0, 0.2),
+    "0.2_to_0.5": (0.2, 0.5),
+    "0.5_to_1": (0.5, 1.0),
+    "above_1": (1.0, float("inf")),
+}
+_GARBLED = 1.0
+"""Mean token entropy in nats from which the paper calls a response garbled."""
 
 
 def count(selected: Tensor) -> Tensor:
@@ -36,61 +42,119 @@ def clip_shares(
     positive: Tensor,
     bounds: tuple[float, float],
     ref_bounds: tuple[float, float],
-) -> Fractions:
-    """Clipped share within A < 0 (r <= lower) and within A > 0 (r >= upper) tokens, in force and at the reference."""
+    bf16_ratio: Tensor | None = None,
+) -> dict[str, Metric]:
+    """Clipped share within A < 0 (r <= lower) and within A > 0 (r >= upper) tokens, with the counts behind it.
+
+    In force, at the reference bounds, and of the BF16 ratio at the reference bounds where there is one.
+    """
     n_negative, n_positive = count(negative), count(positive)
+    metrics: dict[str, Metric] = {"clip_count/negative": Sum(n_negative), "clip_count/positive": Sum(n_positive)}
+    cases = [("", ratio, bounds), ("_at_reference", ratio, ref_bounds)]
+    if bf16_ratio is not None:
+        cases.append(("_bf16", bf16_ratio, ref_bounds))
+    for suffix, values, (lower, upper) in cases:
+        clipped = count(negative & (values.double() <= lower))
+        metrics[f"clip_count/lower{suffix}"] = Sum(clipped)
+        metrics[f"clip_share/lower{suffix}"] = Mean(clipped, n_negative)
+        metrics[f"clip_share/upper{suffix}"] = Mean(count(positive & (values.double() >= upper)), n_positive)
+    return metrics
+
+
+def update_ratio(
+    ratio: Tensor,
+    weight: Tensor | None,
+    advantages: Tensor,
+    negative: Tensor,
+    positive: Tensor,
+    bounds: tuple[float, float],
+    delta: float | None = None,
+) -> Mean:
+    """Positive-to-negative update ratio P(H) / N(L) of `clipping/decide.py`, without what is not finite.
+
+    Args:
+        weight (`Tensor` of shape `(B, T)` or `(B, 1)`, *optional*): w, 1 if absent.
+        delta: TRL's two-sided clip.
+    """
     ratio = ratio.double()
-    return {
-        "clip_ratio/negative": (count(negative & (ratio <= bounds[0])), n_negative),
-        "clip_ratio/positive": (count(positive & (ratio >= bounds[1])), n_positive),
-        "clip_ratio/negative_at_reference": (count(negative & (ratio <= ref_bounds[0])), n_negative),
-        "clip_ratio/positive_at_reference": (count(positive & (ratio >= ref_bounds[1])), n_positive),
-    }
+    update = ratio * advantages.double().abs()
+    update = update if weight is None else update * weight.double()
+    finite = torch.isfinite(update)
+    unclipped = negative & (ratio > bounds[0])
+    if delta is not None:
+        unclipped = unclipped & (ratio <= delta)
+    return Mean(total(update, finite & positive & (ratio < bounds[1])), total(update, finite & unclipped))
 
 
 def over_clipping(
-    ratio: Tensor, ref_ratio: Tensor, negative: Tensor, positive: Tensor, ref_bounds: tuple[float, float]
-) -> Fractions:
-    """Share of tokens FP8 clips at the reference bounds and BF16 does not (arXiv 2609.22870 section 2)."""
-    ratio, ref_ratio = ratio.double(), ref_ratio.double()
-    lower = negative & (ref_ratio > ref_bounds[0]) & (ratio <= ref_bounds[0])
-    upper = positive & (ref_ratio < ref_bounds[1]) & (ratio >= ref_bounds[1])
-    return {
-        "overclip/lower": (count(lower), count(negative)),
-        "overclip/upper": (count(upper), count(positive)),
+    ratio: Tensor,
+    bf16_ratio: Tensor,
+    negative: Tensor,
+    positive: Tensor,
+    ref_bounds: tuple[float, float],
+    entropy: Tensor | None = None,
+) -> dict[str, Metric]:
+    """Share of tokens FP8 clips at the reference bounds and BF16 does not (arXiv 2609.22870 section 2).
+
+    Args:
+        entropy (`Tensor` of shape `(B,)`, *optional*): mean token entropy of each response, nats.
+    """
+    ratio, bf16_ratio = ratio.double(), bf16_ratio.double()
+    lower = negative & (bf16_ratio > ref_bounds[0]) & (ratio <= ref_bounds[0])
+    upper = positive & (bf16_ratio < ref_bounds[1]) & (ratio >= ref_bounds[1])
+    metrics: dict[str, Metric] = {
+        "overclip/lower": Mean(count(lower), count(negative)),
+        "overclip/upper": Mean(count(upper), count(positive)),
     }
+    if entropy is not None:
+        garbled = (entropy >= _GARBLED).unsqueeze(1)
+        metrics["overclip/lower_from_high_entropy"] = Mean(count(lower & garbled), count(lower))
+    return metrics
 
 
-def nmae(values: Tensor, ref_values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+def nmae(values: Tensor, bf16_values: Tensor, mask: Tensor) -> Mean:
     """Normalised mean absolute error: sum |x_fp8 - x_bf16| over sum |x_bf16|, over the tokens of `mask`."""
     mask = mask.bool()
-    return total((values.double() - ref_values.double()).abs(), mask), total(ref_values.abs(), mask)
+    return Mean(total((values.double() - bf16_values.double()).abs(), mask), total(bf16_values.abs(), mask))
 
 
 def quantization_error(
-    per_token_logps: Tensor, ref_per_token_logps: Tensor, ratio: Tensor, ref_ratio: Tensor, mask: Tensor
-) -> Fractions:
+    log_probs: Tensor, bf16_log_probs: Tensor, ratio: Tensor, bf16_ratio: Tensor, mask: Tensor
+) -> dict[str, Metric]:
     """NMAE of the token probabilities and of the importance ratios, both `(B, T)`, FP8 against BF16."""
     return {
-        "fp8/prob_nmae": nmae(per_token_logps.double().exp(), ref_per_token_logps.double().exp(), mask),
-        "fp8/ratio_nmae": nmae(ratio, ref_ratio, mask),
+        "fp8/prob_nmae": nmae(log_probs.double().exp(), bf16_log_probs.double().exp(), mask),
+        "fp8/ratio_nmae": nmae(ratio, bf16_ratio, mask),
     }
 
 
-def noise_floor(log_ratio: Tensor, mask: Tensor) -> Fractions:
+def noise_floor(log_ratio: Tensor, mask: Tensor) -> dict[str, Metric]:
     """Mean |log r| of tokens whose weights have not moved since generation: the true value is 0."""
-    return {"fp8/noise_floor": (total(log_ratio.abs(), mask.bool()), count(mask.bool()))}
+    return {"fp8/noise_floor": Mean(total(log_ratio.abs(), mask.bool()), count(mask.bool()))}
 
 
-def entropy_bins(entropies: Tensor, mask: Tensor) -> Fractions:
-    """Share of responses per bin of mean token entropy (nats; the paper's bins). Empty responses are left out."""
+def response_entropy(entropies: Tensor, mask: Tensor) -> Tensor:
+    """Mean token entropy `(B,)` of each response, nats; NaN for an empty one."""
     mask = mask.bool()
     tokens = mask.sum(dim=1)
     mean = torch.where(mask, entropies.double(), 0.0).sum(dim=1) / tokens.clamp(min=1)
     # an entropy below 0 is rounding around 0
-    mean, valid = mean.clamp(min=0.0), tokens > 0
-    total = count(valid)
-    return {
-        f"entropy_bins/{name}": (count(valid & (mean >= low) & (mean < high)), total)
+    return torch.where(tokens > 0, mean.clamp(min=0.0), float("nan"))
+
+
+def entropy_shares(entropy: Tensor, advantages: Tensor) -> dict[str, Metric]:
+    """Share of responses per bin of mean token entropy (the paper's bins), and of garbled ones with A > 0.
+
+    Args:
+        entropy (`Tensor` of shape `(B,)`): of [`response_entropy`].
+        advantages (`Tensor` of shape `(B,)`, `(B, 1)` or `(B, T)`): A; of a row with several, the first.
+    """
+    everything = count(~torch.isnan(entropy))
+    metrics: dict[str, Metric] = {
+        f"entropy_share/{name}": Mean(count((entropy >= low) & (entropy < high)), everything)
         for name, (low, high) in ENTROPY_BINS.items()
     }
+    garbled = entropy >= _GARBLED
+    positive = advantages.reshape(advantages.shape[0], -1)[:, 0] > 0
+    metrics["entropy_share/above_1_positive"] = Mean(count(garbled & positive), count(garbled))
+    return metrics

@@ -1,52 +1,47 @@
 """Metrics of one logging window, reduced so that a logged number means what its name says.
 
-TRL averages every key over the window, maxima included, and averages ratios of unequal batches. Here fractions keep
-numerator and denominator apart until they are logged, bounds log their last value and flags their maximum.
+TRL averages every key over the window, maxima included, and averages ratios of unequal batches. Here each value says
+how it is reduced (`reductions.py`).
 """
 
 from collections.abc import Callable, Mapping
 from numbers import Number
+from typing import Any
 
 import torch
 from torch import Tensor
 
-
-Metric = float | tuple[float | Tensor, float | Tensor]
-# Keys that log the largest value of the window instead of the last
-_MAXIMUM = ("/saturated", "/degenerate", "_max")
+from ..reductions import Last, Max, Mean, Metric, Sum
 
 
 class MetricWindow:
-    """Collects metrics between two logs.
-
-    A pair `(numerator, denominator)` is summed over micro-batches, ranks and the window and divided when flushed; an
-    empty denominator logs nothing. A plain number is the same on all ranks: the last one is logged, or the largest for
-    `saturated`, `degenerate` and `..._max`.
-    """
+    """Collects metrics between two logs."""
 
     def __init__(self):
-        self._pending: dict[str, Tensor] = {}  # on the device, this rank only: (2,) float64
+        self._pending: dict[str, Tensor] = {}  # on the device, this rank only: numerator and denominator, float64
         self._reduced: dict[str, Tensor] = {}  # over all ranks
+        self._sums: set[str] = set()  # keys of which the numerator is logged
         self._plain: dict[str, float] = {}
 
     def record(self, metrics: Mapping[str, Metric], device: torch.device | str = "cpu") -> None:
-        """Add metrics of this rank. Pairs must be recorded by every rank, with the same keys in the same step."""
-        for key, value in metrics.items():
-            value = value.detach() if isinstance(value, Tensor) else value
-            parts = value if isinstance(value, tuple) and len(value) == 2 else (value,)
-            if not all(isinstance(part, Number) or (isinstance(part, Tensor) and part.dim() == 0) for part in parts):
-                raise TypeError(
-                    f"Metric {key!r} is {value!r}, which can be neither averaged nor logged. Record a number, or a "
-                    "pair (numerator, denominator) of numbers or scalar tensors."
-                )
-            if isinstance(value, tuple):
-                parts = [part.detach() if isinstance(part, Tensor) else part for part in value]
+        """Add metrics of this rank. Every rank must record the same `Sum` and `Mean` keys in the same step.
+
+        Raises:
+            TypeError: a value is not a number.
+        """
+        for key, metric in metrics.items():
+            metric = metric if isinstance(metric, (Last, Max, Sum, Mean)) else Last(metric)
+            parts = [_number(key, part) for part in vars(metric).values()]
+            if isinstance(metric, Last):
+                self._plain[key] = float(parts[0])
+            elif isinstance(metric, Max):
+                self._plain[key] = max(float(parts[0]), self._plain.get(key, float(parts[0])))
+            else:
+                if isinstance(metric, Sum):
+                    self._sums.add(key)
+                    parts.append(1.0)
                 pair = torch.stack([torch.as_tensor(part, dtype=torch.float64, device=device) for part in parts])
                 self._pending[key] = self._pending[key] + pair if key in self._pending else pair
-            elif key.endswith(_MAXIMUM):
-                self._plain[key] = max(float(value), self._plain.get(key, float(value)))
-            else:
-                self._plain[key] = float(value)
 
     def reduce(self, all_reduce: Callable[[Tensor], Tensor]) -> None:
         """Sum what is pending over all ranks, in one collective. Called by every rank at the optimizer step."""
@@ -63,7 +58,11 @@ class MetricWindow:
         logs = dict(self._plain)
         if self._reduced:
             pairs = torch.stack(list(self._reduced.values())).tolist()
-            logs |= {key: n / d for key, (n, d) in zip(self._reduced, pairs, strict=True) if d != 0}
+            for key, (n, d) in zip(self._reduced, pairs, strict=True):
+                if key in self._sums:
+                    logs[key] = n
+                elif d != 0:
+                    logs[key] = n / d
         self._reduced.clear()
         self._plain.clear()
         if logs.get("fp8/prob_nmae") and "fp8/ratio_nmae" in logs:
@@ -72,3 +71,13 @@ class MetricWindow:
             # 1 / mean((w / mean w)^2), as verl and ms-swift define the effective sample size
             logs["mismatch/ess"] = logs["mismatch/ratio_raw_mean"] ** 2 / (logs["mismatch/chi2_token"] + 1)
         return logs
+
+
+def _number(key: str, value: Any) -> Any:
+    value = value.detach() if isinstance(value, Tensor) else value
+    if not (isinstance(value, Number) or (isinstance(value, Tensor) and value.dim() == 0)):
+        raise TypeError(
+            f"Metric {key!r} has the value {value!r}, which can be neither averaged nor logged. Record a number, or "
+            "Last, Max, Sum or Mean of numbers or scalar tensors."
+        )
+    return value

@@ -15,7 +15,7 @@ from .linear import SwitchableLinear
 
 
 class Stopwatch:
-    """Seconds spent in passes so far."""
+    """Seconds a pass took, once it is over."""
 
     def __init__(self):
         self.seconds = 0.0
@@ -43,16 +43,14 @@ def shadow_pass(
     model: PreTrainedModel,
     device: torch.device,
     checkpointing: dict[str, Any] | None,
-    watch: Stopwatch,
     compiled: bool = False,
-) -> Iterator[None]:
+) -> Iterator[Stopwatch]:
     """Forward passes of `model` inside are the unconverted model's, and leave gradients and RNG state alone.
 
     Args:
         model: with FP8 linears.
         device: it runs on.
         checkpointing: `gradient_checkpointing_kwargs` of the run.
-        watch: gets the time of the pass added.
         compiled: whether layers are compiled; the pass runs them eagerly.
     """
     on_accelerator = device.type != "cpu"
@@ -67,8 +65,8 @@ def shadow_pass(
         stack.enter_context(eagerly(compiled))
         if on_accelerator:
             torch.accelerator.synchronize()
-        start = time.perf_counter()
-        yield
+        watch, start = Stopwatch(), time.perf_counter()
+        yield watch
         if on_accelerator:
             torch.accelerator.synchronize()
-        watch.seconds += time.perf_counter() - start
+        watch.seconds = time.perf_counter() - start

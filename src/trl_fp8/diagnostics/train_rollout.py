@@ -5,7 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from .tokens import Fractions, count, total
+from ..reductions import Last, Max, Mean, Metric
+from .tokens import count, total
 
 
 # A log-ratio beyond this is a broken token, and its square would drown the others (verl: 20)
@@ -20,7 +21,7 @@ def raw_log_ratio(per_token_logps: Tensor, sampling_per_token_logps: Tensor) -> 
 
 def mismatch(
     per_token_logps: Tensor, sampling_per_token_logps: Tensor, mask: Tensor, truncated: Tensor | None = None
-) -> Fractions:
+) -> dict[str, Metric]:
     """How far trainer and rollout engine are apart on the tokens the engine sampled, by the field's formulas.
 
     With w = pi_trainer / pi_engine: kl = mean -log w, k3_kl = mean w - 1 - log w, chi2_token = mean w^2 - 1 (verl,
@@ -40,25 +41,25 @@ def mismatch(
     log_ratio = raw_log_ratio(per_token_logps, sampling_per_token_logps)
     ratio, n = log_ratio.exp(), count(scored)
     probabilities = per_token_logps.double().exp(), sampling_per_token_logps.double().exp()
-    metrics = {
-        "mismatch/kl": (total(-log_ratio, scored), n),
-        "mismatch/k3_kl": (total(ratio - 1 - log_ratio, scored), n),
-        "mismatch/chi2_token": (total(ratio.square() - 1, scored), n),
-        "mismatch/ratio_raw_mean": (total(ratio, scored), n),
-        "mismatch/prob_abs_diff": (total((probabilities[0] - probabilities[1]).abs(), scored), n),
-        "mismatch/first_token": (total(log_ratio.abs(), scored & first), count(scored & first)),
-        "mismatch/other_tokens": (total(log_ratio.abs(), scored & ~first), count(scored & ~first)),
-        "mismatch/unscored": (count(mask & unscored), count(mask)),
+    metrics: dict[str, Metric] = {
+        "mismatch/kl": Mean(total(-log_ratio, scored), n),
+        "mismatch/k3_kl": Mean(total(ratio - 1 - log_ratio, scored), n),
+        "mismatch/chi2_token": Mean(total(ratio.square() - 1, scored), n),
+        "mismatch/ratio_raw_mean": Mean(total(ratio, scored), n),
+        "mismatch/prob_abs_diff": Mean(total((probabilities[0] - probabilities[1]).abs(), scored), n),
+        "mismatch/logp_diff_first_token": Mean(total(log_ratio.abs(), scored & first), count(scored & first)),
+        "mismatch/logp_diff_other_tokens": Mean(total(log_ratio.abs(), scored & ~first), count(scored & ~first)),
+        "mismatch/unscored": Mean(count(mask & unscored), count(mask)),
     }
     if truncated is not None:
-        metrics["mismatch/frac_truncated"] = (count(scored & truncated), n)
+        metrics["mismatch/frac_truncated"] = Mean(count(scored & truncated), n)
     return metrics
 
 
-def upper_tail(ratios: Tensor) -> dict[str, float]:
+def upper_tail(ratios: Tensor) -> dict[str, Metric]:
     """Largest and 99th percentile (nearest rank) of w over all ranks, `(N,)`; NaN entries are no tokens."""
     ratios = ratios[~torch.isnan(ratios)].sort().values
     if not ratios.numel():
         return {}
     rank = math.ceil(0.99 * ratios.numel()) - 1
-    return {"mismatch/ratio_raw_max": ratios[-1].item(), "mismatch/ratio_raw_p99": ratios[rank].item()}
+    return {"mismatch/ratio_raw_max": Max(ratios[-1].item()), "mismatch/ratio_raw_p99": Last(ratios[rank].item())}
