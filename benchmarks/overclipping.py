@@ -57,11 +57,11 @@ class Recorder(CalibratedClippingCallback):
         if self.frozen:
             self.clip_lower, self.clip_upper = args.reference_bounds
 
-    def on_generation_end(self, trainer):
-        if self._recalibrates(trainer):
-            numbers = trainer.clip_statistics.numbers()
-            (lower, upper), (ref_lower, ref_upper) = (self.clip_lower, self.clip_upper), trainer.args.reference_bounds
-            fp8, bf16 = numbers.policy, numbers.reference
+    def on_generation_end(self, host):
+        if host.clip_statistics is not None:
+            numbers = host.clip_statistics.numbers()
+            (lower, upper), (ref_lower, ref_upper) = (self.clip_lower, self.clip_upper), host.args.reference_bounds
+            fp8, bf16 = numbers.fp8, numbers.bf16
             self.rows.append(
                 Row(
                     negative=fp8.num_negative,
@@ -79,7 +79,7 @@ class Recorder(CalibratedClippingCallback):
                 )
             )
         bounds = self.clip_lower, self.clip_upper
-        super().on_generation_end(trainer)
+        super().on_generation_end(host)
         if self.frozen:
             self.clip_lower, self.clip_upper = bounds
 

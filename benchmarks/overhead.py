@@ -45,9 +45,9 @@ class TimedTrainer(FP8GRPOTrainer):
         super()._measure(*args)
         self.measuring += time.perf_counter() - start
 
-    def _sum_over_ranks(self, tensor):
+    def sum_over_ranks(self, tensor):
         start = time.perf_counter()
-        output = super()._sum_over_ranks(tensor)
+        output = super().sum_over_ranks(tensor)
         self.measuring += time.perf_counter() - start
         return output
 
@@ -59,7 +59,7 @@ class TimedTrainer(FP8GRPOTrainer):
         output = super().training_step(model, inputs, num_items_in_batch)
         self.batches[-1]["seconds"] += time.perf_counter() - start - self.sampling
         self.batches[-1]["measuring"] += self.measuring
-        self.batches[-1]["shadow"] = self._collect_shadow
+        self.batches[-1]["shadow"] = self._batch.shadow
         return output
 
 

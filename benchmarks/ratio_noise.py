@@ -148,21 +148,22 @@ def run(recipe: str, rounding: str, samples: dict, options: argparse.Namespace, 
     seconds = time.perf_counter() - start
     moved = recorder.batches[1:]
     ratio, ref_ratio, mask = (torch.cat([b[i] for b in moved]) for i in (0, 1, 3))
-    error, total = diagnostics.nmae(ratio, ref_ratio, mask)
+    error = diagnostics.nmae(ratio, ref_ratio, mask)
     logs = next(entry for entry in trainer.state.log_history if "fp8/prob_nmae" in entry)
     result = {
         "recipe": recipe,
         "rounding": rounding,
         "tokens": int(mask.sum()),
         "prob_nmae": logs["fp8/prob_nmae"],
-        "ratio_nmae": (error / total).item(),
+        "ratio_nmae": (error.numerator / error.denominator).item(),
         "fp8_below_0.8": (ratio[mask] <= 0.8).double().mean().item(),
         "ref_below_0.8": (ref_ratio[mask] <= 0.8).double().mean().item(),
         "fp8_above_1.24": (ratio[mask] >= 1.24).double().mean().item(),
         "ref_above_1.24": (ref_ratio[mask] >= 1.24).double().mean().item(),
         "noise_floor": logs["fp8/noise_floor"],
         "ratio_nmae_per_step": [
-            (lambda e, t: (e / t).item())(*diagnostics.nmae(b[0], b[1], b[3])) for b in recorder.batches
+            (lambda e: (e.numerator / e.denominator).item())(diagnostics.nmae(b[0], b[1], b[3]))
+            for b in recorder.batches
         ],
         "seconds": seconds,
     }

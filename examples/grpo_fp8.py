@@ -251,12 +251,12 @@ def report(trainer: FP8GRPOTrainer, before: float | None, after: float | None, s
         if before is not None:
             say(f"Reward on held-out prompts, before -> after: {before:.3f} -> {after:.3f}")
         return
-    policy = "FP8" if args.fp8_recipe != "none" else "BF16" if args.bf16 else "policy"
-    table = run_report.table(history, args.reference_bounds, trainer.clip_bounds, before, after, policy)
+    precision = "FP8" if args.fp8_recipe != "none" else "BF16" if args.bf16 else "FP32"
+    table = run_report.table(history, args.reference_bounds, trainer.clip_bounds, before, after, precision)
     say(f"\n{table}\n")
     say(f"All metrics: trainer_state.json in the checkpoints of {args.output_dir} (docs/metrics.md)")
     path = Path(args.output_dir) / "calibration.png"
-    if run_report.figure(history, args.reference_bounds, path, policy):
+    if run_report.figure(history, args.reference_bounds, path, precision):
         say(f"Figure of bounds and clip shares: {path}")
     else:
         say("No figure: matplotlib is not installed (pip install matplotlib)")

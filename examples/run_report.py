@@ -28,13 +28,13 @@ def table(
     final_bounds: tuple[float, float],
     reward_before: float | None = None,
     reward_after: float | None = None,
-    policy: str = "FP8",
+    precision: str = "FP8",
 ) -> str:
     """
     The closing table.
 
     Shares and ratios are means over the second half of the recalibrations, when the bounds have moved away from where
-    they began; in a run with fixed bounds, over the second half of the log. `policy` names the precision trained in.
+    they began; in a run with fixed bounds, over the second half of the log. `precision` names the one trained in.
     """
     entries = [entry for entry in history if entry.get(FP8_SHARE) is not None]
     calibrated = recalibrations(history)
@@ -53,12 +53,12 @@ def table(
         times_bf16 = f" ({at_reference / bf16:.1f}x)" if bf16 and at_reference else ""
         rows += [
             (f"{clipped}: BF16 at {reference_bounds[0]:.2f}", _percent(bf16)),
-            (f"{clipped}: {policy} at {reference_bounds[0]:.2f}", _percent(at_reference) + times_bf16),
+            (f"{clipped}: {precision} at {reference_bounds[0]:.2f}", _percent(at_reference) + times_bf16),
         ]
     rows += [
-        (f"{clipped}: {policy} at the L in force", _percent(mean(window, FP8_SHARE))),
+        (f"{clipped}: {precision} at the L in force", _percent(mean(window, FP8_SHARE))),
         ("update ratio rho: BF16 at the reference bounds", _number(mean(window, RHO_REF))),
-        (f"update ratio rho: {policy} at the calibrated bounds", _number(mean(window, RHO_AFTER))),
+        (f"update ratio rho: {precision} at the calibrated bounds", _number(mean(window, RHO_AFTER))),
     ]
     rows += _rollout_rows(history)
     rows = [(name, value) for name, value in rows if value]
@@ -104,7 +104,7 @@ def _number(value: float | None, digits: int = 3) -> str:
 
 
 def figure(
-    history: list[dict[str, Any]], reference_bounds: tuple[float, float], path: Path, policy: str = "FP8"
+    history: list[dict[str, Any]], reference_bounds: tuple[float, float], path: Path, precision: str = "FP8"
 ) -> bool:
     """Draw bounds, clip shares and reward over the run into `path`; False where matplotlib is not installed."""
     try:
@@ -127,9 +127,11 @@ def figure(
         bounds.axhline(reference, color=color, linestyle=":", linewidth=1, label=f"{name} of BF16")
     bounds.set_ylabel("clip bounds")
     steps, values = series(FP8_SHARE_AT_REFERENCE, entries)
-    shares.plot(steps, [100 * value for value in values], color="C1", label=f"{policy} at {reference_bounds[0]:.2f}")
+    shares.plot(
+        steps, [100 * value for value in values], color="C1", label=f"{precision} at {reference_bounds[0]:.2f}"
+    )
     steps, values = series(FP8_SHARE, entries)
-    shares.plot(steps, [100 * value for value in values], color="C0", label=f"{policy} at L in force")
+    shares.plot(steps, [100 * value for value in values], color="C0", label=f"{precision} at L in force")
     steps, values = series(BF16_SHARE, calibrated)
     shares.plot(
         steps, [100 * value for value in values], "ko", markersize=4, label=f"BF16 at {reference_bounds[0]:.2f}"

@@ -356,4 +356,3 @@ def test_a_policy_by_dotted_path_gets_its_arguments_and_sets_what_it_requires(tm
 def test_measuring_only_has_the_mini_batches_of_a_calibrated_run(tmp_path):
     assert build(tmp_path, clip_policy="fixed", shadow_interval=20).steps_per_generation == 4
     assert build(tmp_path, clip_policy="fixed").steps_per_generation == 1
-

@@ -7,6 +7,7 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
@@ -400,8 +401,11 @@ def test_table_of_a_run_with_an_engine_says_how_far_it_was():
 
 
 def test_table_of_a_run_with_fixed_bounds_leaves_rows_out():
-    history = [{k: v for k, v in entry.items() if not k.startswith("calibration/")} for entry in HISTORY]
-    text = run_report.table(history, (0.8, 1.24), (0.8, 1.24), policy="BF16")
+    history = [
+        {k: v for k, v in entry.items() if not k.startswith("update_ratio/") and not k.endswith("_bf16")}
+        for entry in HISTORY
+    ]
+    text = run_report.table(history, (0.8, 1.24), (0.8, 1.24), precision="BF16")
     assert text.splitlines()[1] == "No recalibration; shares are means over the last 2 log entries"
     assert "clipped A<0 tokens: BF16 at the L in force  1.00 %" in text
     assert "FP8" not in text
@@ -416,11 +420,20 @@ def test_table_of_a_run_without_signal_says_so():
     assert run_report.table([], (0.8, 1.24), (0.8, 1.24))  # a run too short for any log
 
 
-@pytest.mark.parametrize("history", [HISTORY, HISTORY[:1], []])
-def test_figure(history, tmp_path):
-    pytest.importorskip("matplotlib")
+@pytest.mark.parametrize(
+    ("history", "lines"), [(HISTORY, {"C0", "C1", "C2", "C3"}), (HISTORY[:1], set()), ([], set())]
+)
+def test_figure(history, lines, tmp_path):
+    matplotlib = pytest.importorskip("matplotlib")
+    import matplotlib.image
+    from matplotlib.colors import to_rgb
+
     assert run_report.figure(history, (0.8, 1.24), tmp_path / "run" / "figure.png")
-    assert (tmp_path / "run" / "figure.png").stat().st_size > 10_000
+    pixels = matplotlib.image.imread(tmp_path / "run" / "figure.png")[..., :3]
+    colors = {name: np.array(to_rgb(name)) for name in ("C0", "C1", "C2", "C3")}
+    # A line fills more than the 100 pixels of a legend's sample: L and FP8's share, FP8 at the reference, reward, H
+    drawn = {name for name, color in colors.items() if (np.abs(pixels - color).max(axis=-1) < 0.02).sum() > 100}
+    assert drawn == lines
 
 
 def test_default_run_end_to_end_and_resumed(tmp_path, monkeypatch, capsys, untrained):

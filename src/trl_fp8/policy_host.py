@@ -16,7 +16,7 @@ from .clipping.statistics import ClipStatistics
 from .config import FP8GRPOConfig
 from .diagnostics.record import BatchRecord, Capture
 from .diagnostics.window import MetricWindow
-from .reductions import Metric
+from .reductions import Mean, Metric
 
 
 def with_clip_policy(callbacks: list | None, args: FP8GRPOConfig) -> list:
@@ -144,6 +144,8 @@ class PolicyHost(GRPOTrainer):
         batch = self._batch
         if not batch.begun:
             return  # it began before the run was resumed: what is known of it is partial
+        if batch.shadow:
+            self.record_metrics({"fp8/shadow_time": Mean(batch.shadow_seconds, 1.0), **batch.held})
         if batch.statistics is not None and batch.statistics.flat is not None:
             batch.statistics.flat = self.sum_over_ranks(batch.statistics.flat)
         policy = self._policy()

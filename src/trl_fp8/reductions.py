@@ -40,4 +40,9 @@ class Mean:
     denominator: Number
 
 
+def add(metric: Sum | Mean, other: Sum | Mean) -> Sum | Mean:
+    """The metric of both sets of tokens together."""
+    return type(metric)(*(a + b for a, b in zip(vars(metric).values(), vars(other).values(), strict=True)))
+
+
 Metric = Number | Last | Max | Sum | Mean

@@ -12,7 +12,7 @@ from trl import GRPOTrainer
 from . import checks
 from .checkpoints import WholeCheckpoints
 from .config import FP8GRPOConfig
-from .diagnostics import Mean, upper_tail
+from .diagnostics import upper_tail
 from .diagnostics.alarms import mismatch_alarms
 from .diagnostics.record import BatchRecord, Capture, drop_unscored, measure_micro_batch, measure_rollout
 from .diagnostics.window import MetricWindow
@@ -184,8 +184,6 @@ class FP8GRPOTrainer(PolicyHost, ReferencePrecision, WholeCheckpoints):
         self._measure(batch, batch.unmeasured)
         batch.unmeasured = None
         if self._step % self.args.micro_batches_per_generation == 0:
-            if batch.shadow:
-                self.record_metrics({"fp8/shadow_time": Mean(batch.shadow_seconds, 1.0)})
             self._end_batch()
         if self.accelerator.sync_gradients:
             batch.weights_moved = True  # by the optimizer step that follows

@@ -207,7 +207,7 @@ def test_tokens_without_weight_or_advantage_count_nowhere():
     weight = row(1, 0, 1, 1, 0)
     statistics = ClipStatistics([0.75], [1.25])
     statistics.update(ratio, ratio, advantages, torch.ones(1, 5), weight, bf16_is_weight=torch.ones(1, 5))
-    for name in ("policy", "reference"):
+    for name in ("fp8", "bf16"):
         assert side(statistics, name) == (1, 1, {0.75: 1}, {0.75: 0.0}, {1.25: 0}, {1.25: 1.0})
 
 

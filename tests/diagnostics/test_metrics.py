@@ -84,7 +84,15 @@ def test_what_is_no_number_is_refused_by_its_name(value):
 def test_numbers_of_every_kind_become_plain_floats():
     window = MetricWindow()
     one = torch.tensor(1.0, requires_grad=True)
-    window.record({"a/b": one, "a/n": np.int64(3), "a/x": Max(torch.tensor(2.0)), "a/pair": Mean(one, np.float32(2))})
+    window.record(
+        {
+            "a/b": one,
+            "a/n": np.int64(3),
+            "a/x": Max(torch.tensor(2.0)),
+            "a/pair": Mean(one, np.float32(2)),
+            "a/sum": Sum(one),
+        }
+    )
     window.reduce(one_rank)
     logs = window.flush()
     assert logs == {"a/b": 1.0, "a/n": 3.0, "a/x": 2.0, "a/pair": 0.5, "a/sum": 1.0}
@@ -214,7 +222,8 @@ def keys_of_the_functions() -> set[str]:
     advantages, entropy = torch.tensor([-1.0, 1.0]), torch.ones(2)
     negative, positive = diagnostics.signs(advantages, mask)
     return {
-        *diagnostics.clip_shares(ratio, negative, positive, (0.6, 1.8), (0.8, 1.24), ratio),
+        *diagnostics.clip_shares(ratio, negative, positive, (0.6, 1.8), (0.8, 1.24)),
+        *diagnostics.bf16_clip_shares(ratio, negative, positive, (0.8, 1.24)),
         *diagnostics.over_clipping(ratio, ratio, negative, positive, (0.8, 1.24), entropy),
         *diagnostics.quantization_error(ratio, ratio, ratio, ratio, mask),
         *diagnostics.noise_floor(ratio, mask),

@@ -60,12 +60,12 @@ def test_clip_shares_count_the_bound_itself_as_clipped():
     }
 
 
-def test_clip_shares_of_a_batch_with_a_shadow_pass_have_a_bf16_side():
-    found = plain(diagnostics.clip_shares(RATIO, NEGATIVE, POSITIVE, BOUNDS, REF_BOUNDS, bf16_ratio=REF_RATIO))
-    assert found["clip_share/lower_bf16"] == (2, 3)  # 0.75 on the bound, 0.5
-    assert found["clip_share/upper_bf16"] == (1, 2)  # 1.25
-    assert found["clip_count/lower_bf16"] == 2
-    assert found["clip_share/lower"] == (1, 3)
+def test_bf16_clips_at_the_reference_bounds():
+    assert plain(diagnostics.bf16_clip_shares(REF_RATIO, NEGATIVE, POSITIVE, REF_BOUNDS)) == {
+        "clip_count/lower_bf16": 2,
+        "clip_share/lower_bf16": (2, 3),  # 0.75 on the bound, 0.5
+        "clip_share/upper_bf16": (1, 2),  # 1.25
+    }
 
 
 def test_update_ratio_is_what_is_left_of_the_push_on_both_sides():

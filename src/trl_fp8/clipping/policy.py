@@ -162,7 +162,7 @@ class ClippingPolicy(TrainerCallback, ExportableState):
             for key, value in values.items():
                 setattr(self, key, type(current[key])(value))
             if self.bounds is not None and not 0 < self.bounds[0] < 1 < self.bounds[1] < math.inf:
-                wrong = [_listing(values)]
+                wrong = [f"{key}={value!r}" for key, value in values.items()]
         if wrong:
             for key, value in current.items():
                 setattr(self, key, value)

@@ -2,6 +2,7 @@
 
 from ..reductions import Last, Max, Mean, Metric, Sum
 from .tokens import (
+    bf16_clip_shares,
     clip_shares,
     entropy_shares,
     nmae,
@@ -21,6 +22,7 @@ __all__ = [
     "Mean",
     "Metric",
     "Sum",
+    "bf16_clip_shares",
     "clip_shares",
     "entropy_shares",
     "mismatch",

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..clipping.batch import MicroBatch
 from ..clipping.importance import importance_ratio, importance_weight
 from ..clipping.statistics import ClipStatistics
-from ..reductions import Last, Metric
+from ..reductions import Last, Mean, Metric, Sum, add
 from . import tokens
 from .train_rollout import mismatch, raw_log_ratio
 
@@ -78,6 +78,14 @@ class BatchRecord:
     """Of the scope that is open."""
     unmeasured: Capture | None = None
     """Of the last loss, until its backward pass is through."""
+
+    held: dict[str, Sum | Mean] = field(default_factory=dict)
+    """Metrics that are logged once for the whole batch, at its end."""
+
+    def hold(self, metrics: Mapping[str, Sum | Mean]) -> None:
+        """Add metrics of a micro-batch to those of the whole batch."""
+        for key, metric in metrics.items():
+            self.held[key] = add(self.held[key], metric) if key in self.held else metric
 
     @contextlib.contextmanager
     def capturing(self, **settings: Any) -> Iterator[Capture]:
@@ -159,24 +167,30 @@ def measure_micro_batch(record: BatchRecord, capture: Capture, settings: Measure
         assert capture.bounds is not None  # set with the capture of a loss
         lower, upper = capture.bounds
         metrics |= {"clip_bounds/lower": Last(lower), "clip_bounds/upper": Last(upper)}
-        metrics |= tokens.clip_shares(
-            found.fp8, negative, positive, capture.bounds, settings.ref_bounds, bf16_ratio=found.bf16
-        )
+        metrics |= tokens.clip_shares(found.fp8, negative, positive, capture.bounds, settings.ref_bounds)
     if found.bf16 is not None and found.bf16_log_probs is not None and settings.level == "token":
         metrics |= tokens.quantization_error(batch.log_probs, found.bf16_log_probs, found.fp8, found.bf16, batch.mask)
         metrics |= tokens.over_clipping(found.fp8, found.bf16, negative, positive, settings.ref_bounds, entropy)
-        if capture.bounds is not None and settings.reads_both_bounds:
-            signed = (batch.advantages, negative, positive)
-            metrics["update_ratio/fp8"] = tokens.update_ratio(
-                found.fp8, batch.weights, *signed, capture.bounds, settings.delta
-            )
-            metrics["update_ratio/bf16"] = tokens.update_ratio(
-                found.bf16, found.bf16_weight, *signed, settings.ref_bounds, settings.delta
-            )
+        if settings.reads_both_bounds:
+            record.hold(_both_sides(found, batch, negative, positive, capture.bounds, settings))
     if record.statistics is not None:
         fp8, bf16 = found.fp8.expand(kept.shape), None if found.bf16 is None else found.bf16.expand(kept.shape)
         record.statistics.update(fp8, bf16, inputs["advantages"], kept, batch.weights, found.bf16_weight)
     return metrics
+
+
+def _both_sides(
+    found: Ratios, batch: MicroBatch, negative: Tensor, positive: Tensor, bounds: Any, settings: MeasureSettings
+) -> dict[str, Sum | Mean]:
+    """What the decision of a clip policy is about: shares of BF16, and the update ratios of both sides."""
+    assert found.bf16 is not None
+    fp8, bf16 = (found.fp8, batch.weights), (found.bf16, found.bf16_weight)
+    signed = (batch.advantages, negative, positive)
+    return {
+        **tokens.bf16_clip_shares(found.bf16, negative, positive, settings.ref_bounds),
+        "update_ratio/fp8": tokens.update_ratio(*fp8, *signed, bounds, settings.delta),
+        "update_ratio/bf16": tokens.update_ratio(*bf16, *signed, settings.ref_bounds, settings.delta),
+    }
 
 
 def model_tokens(inputs: Mapping[str, Any]) -> Tensor:

@@ -42,23 +42,33 @@ def clip_shares(
     positive: Tensor,
     bounds: tuple[float, float],
     ref_bounds: tuple[float, float],
-    bf16_ratio: Tensor | None = None,
 ) -> dict[str, Metric]:
-    """Clipped share within A < 0 (r <= lower) and within A > 0 (r >= upper) tokens, with the counts behind it.
+    """Clipped share within A < 0 (r <= lower) and within A > 0 (r >= upper) tokens, in force and at the reference."""
+    return {
+        "clip_count/negative": Sum(count(negative)),
+        "clip_count/positive": Sum(count(positive)),
+        **_clipped(ratio, negative, positive, bounds, ""),
+        **_clipped(ratio, negative, positive, ref_bounds, "_at_reference"),
+    }
 
-    In force, at the reference bounds, and of the BF16 ratio at the reference bounds where there is one.
-    """
-    n_negative, n_positive = count(negative), count(positive)
-    metrics: dict[str, Metric] = {"clip_count/negative": Sum(n_negative), "clip_count/positive": Sum(n_positive)}
-    cases = [("", ratio, bounds), ("_at_reference", ratio, ref_bounds)]
-    if bf16_ratio is not None:
-        cases.append(("_bf16", bf16_ratio, ref_bounds))
-    for suffix, values, (lower, upper) in cases:
-        clipped = count(negative & (values.double() <= lower))
-        metrics[f"clip_count/lower{suffix}"] = Sum(clipped)
-        metrics[f"clip_share/lower{suffix}"] = Mean(clipped, n_negative)
-        metrics[f"clip_share/upper{suffix}"] = Mean(count(positive & (values.double() >= upper)), n_positive)
-    return metrics
+
+def bf16_clip_shares(
+    bf16_ratio: Tensor, negative: Tensor, positive: Tensor, ref_bounds: tuple[float, float]
+) -> dict[str, Sum | Mean]:
+    """What BF16 clips at the reference bounds, within the same tokens."""
+    return _clipped(bf16_ratio, negative, positive, ref_bounds, "_bf16")
+
+
+def _clipped(
+    ratio: Tensor, negative: Tensor, positive: Tensor, bounds: tuple[float, float], suffix: str
+) -> dict[str, Sum | Mean]:
+    ratio = ratio.double()
+    lower, upper = count(negative & (ratio <= bounds[0])), count(positive & (ratio >= bounds[1]))
+    return {
+        f"clip_count/lower{suffix}": Sum(lower),
+        f"clip_share/lower{suffix}": Mean(lower, count(negative)),
+        f"clip_share/upper{suffix}": Mean(upper, count(positive)),
+    }
 
 
 def update_ratio(
