@@ -17,6 +17,7 @@ from .clipping.search import ClipSearch
 from .config import FP8GRPOConfig
 from .config_checks import check_calibration
 from .distributed import World, check_strategy
+from .float8.recipes import RECIPES
 
 
 if TYPE_CHECKING:
@@ -258,3 +259,29 @@ def check_rewards(rewards: Tensor, names: list[str]) -> None:
             f"({', '.join(names)}), so there is nothing to learn from. Check that they return floats for this data "
             "set; None means not applicable."
         )
+
+
+def padding_for_kernels(recipe: str, bf16: bool | None, pad_to_multiple_of: Any, automatic: bool) -> int | None:
+    """`pad_to_multiple_of` of a run on real FP8 kernels: the multiple they need where it is `automatic`.
+
+    Raises:
+        ValueError: the run asks for something the kernels of `recipe` do not do.
+    """
+    record = RECIPES[recipe]
+    if record.writes_bf16_only and not bf16:
+        raise ValueError(
+            f"bf16={bf16} with fp8_recipe={recipe!r}: rowwise FP8 kernels write BF16 only. Set bf16=True, "
+            "fp8_recipe='tensorwise', or fp8_emulate=True."
+        )
+    multiple = record.token_multiple
+    if multiple is None:
+        return pad_to_multiple_of
+    if automatic:
+        return multiple
+    if pad_to_multiple_of is None or pad_to_multiple_of % multiple:
+        raise ValueError(
+            f"pad_to_multiple_of={pad_to_multiple_of} lets a micro-batch have a token count the FP8 weight gradient "
+            f"kernel of fp8_recipe={recipe!r} cannot take (it needs a multiple of {multiple}). Leave it 'auto', set "
+            f"a multiple of {multiple}, or use fp8_recipe='rowwise_with_gw_hp'."
+        )
+    return pad_to_multiple_of

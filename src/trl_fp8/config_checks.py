@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 from .clipping.search import ClipSearch
+from .float8.recipes import RECIPES
 
 
 if TYPE_CHECKING:
@@ -97,10 +98,11 @@ def check_values(args: "FP8GRPOConfig", own_fields: Iterable[str]) -> None:
             "would compare never or stop at the first sync. Set an interval >= 0 (0: off) and a jump > 1."
         )
     args.clip_search.check_start(args.clip_lower_init, args.clip_upper_init)
-    if args.fp8_fsdp_all_gather and args.fp8_recipe != "tensorwise":
+    gathered = [recipe.name for recipe in RECIPES.values() if recipe.one_weight_scale]
+    if args.fp8_fsdp_all_gather and args.fp8_recipe not in gathered:
         raise ValueError(
             f"fp8_fsdp_all_gather=True with fp8_recipe={args.fp8_recipe!r}: FP8 is gathered with one scale for the "
-            "whole weight, and this recipe has none or others. Set fp8_recipe='tensorwise', or "
+            f"whole weight, and this recipe has none or others. Set fp8_recipe={' or '.join(map(repr, gathered))}, or "
             "fp8_fsdp_all_gather=False: FSDP2 then gathers BF16, twice the bytes."
         )
 

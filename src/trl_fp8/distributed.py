@@ -7,6 +7,7 @@ from typing import Any
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from .config import FP8GRPOConfig
+from .float8.recipes import RECIPES
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,8 @@ def _check_compile(args: FP8GRPOConfig, world: World) -> None:
         raise ValueError(
             "fp8_compile=True with torch_compile=True would compile each layer inside a compiled one. Set one of them."
         )
-    if (args.gradient_checkpointing or world.fsdp_checkpointing) and args.fp8_recipe != "tensorwise":
+    recomputes = args.gradient_checkpointing or world.fsdp_checkpointing
+    if recomputes and not RECIPES[args.fp8_recipe].recomputes_compiled:
         raise ValueError(
             f"fp8_compile=True with gradient_checkpointing={args.gradient_checkpointing} (FSDP's own: "
             f"{world.fsdp_checkpointing}) and fp8_recipe={args.fp8_recipe!r}: recomputed casts are fused otherwise "

@@ -20,7 +20,7 @@ from .diagnostics.window import MetricWindow
 from .distributed import World
 from .float8 import device
 from .float8.all_gather import Float8ScaleCallback, check_shards
-from .float8.compile import EagerGeneration, compile_layers
+from .float8.compile import compile_layers, eagerly
 from .float8.convert import ConversionReport, convert_model
 from .float8.shadow import Stopwatch, shadow_pass
 from .policy_host import PolicyHost
@@ -32,7 +32,7 @@ from .startup import startup_line
 logger = logging.getLogger(__name__)
 
 
-class FP8GRPOTrainer(PolicyHost, ReferencePrecision, WholeCheckpoints, EagerGeneration, GRPOTrainer):
+class FP8GRPOTrainer(PolicyHost, ReferencePrecision, WholeCheckpoints, GRPOTrainer):
     """GRPO in FP8, stable: [`~trl.GRPOTrainer`] whose linears train in FP8 and whose clip bounds are calibrated.
 
     Takes the arguments of [`~trl.GRPOTrainer`], with [`FP8GRPOConfig`] as `args`. With `fp8_recipe="none"` and
@@ -59,7 +59,7 @@ class FP8GRPOTrainer(PolicyHost, ReferencePrecision, WholeCheckpoints, EagerGene
 
     def __init__(self, model, reward_funcs=None, args: FP8GRPOConfig | None = None, *positional: Any, **kwargs: Any):
         if args is None:
-            name = model if isinstance(model, str) else model.config._name_or_path
+            name = model if isinstance(model, str) else model.config.name_or_path
             args = FP8GRPOConfig(f"{name.split('/')[-1]}-FP8-GRPO")
         checks.check_arguments(args, model, kwargs.get("quantization_config"))
         self._window = MetricWindow()
@@ -69,7 +69,12 @@ class FP8GRPOTrainer(PolicyHost, ReferencePrecision, WholeCheckpoints, EagerGene
         self._shadow_watch = Stopwatch()
         self.clip_statistics: ClipStatistics | None = None
         self.conversion_report: ConversionReport | None = None
-        self._emulated = args.fp8_recipe != "none" and device.prepare(args)
+        recipe = args.fp8_recipe
+        self._emulated = recipe != "none" and device.resolve_emulation(recipe, args.fp8_emulate, args.device)
+        if recipe != "none" and not self._emulated:
+            args.pad_to_multiple_of = checks.padding_for_kernels(
+                recipe, args.bf16, args.pad_to_multiple_of, args._pad_to_multiple_of_is_auto
+            )
         self._prepared = False
         self._alarms_raised: set[str] = set()
 
@@ -120,6 +125,10 @@ class FP8GRPOTrainer(PolicyHost, ReferencePrecision, WholeCheckpoints, EagerGene
         return self.args.fp8_recipe == self.args.rollout_quantization == "none" and not self._policies()
 
     # -- overrides: add, then call the parent -------------------------------------------------------------------------
+
+    def _generate_single_turn(self, *args, **kwargs):
+        with eagerly(self.args.fp8_compile):
+            return super()._generate_single_turn(*args, **kwargs)
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         with checks.naming_reward_functions(self.reward_func_names):
