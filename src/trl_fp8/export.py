@@ -51,13 +51,12 @@ def export_fp8(
     source, target = Path(checkpoint), Path(output)
     if recipe not in RECIPES:
         raise ValueError(f"fp8_recipe={recipe!r} has no FP8 weights to export. Use one of {', '.join(RECIPES)}.")
-    record = RECIPES[recipe]
     if target.exists():
         raise ValueError(f"output={str(target)!r} exists, and a mix of two checkpoints is garbage. Name a new one.")
     files = weight_files(source)
     converted, kept, expected = _layers(source, recipe, list(exclude))
     refuse_incomplete(source, files, expected)
-    trained = trained_recipe(source)
+    trained, record = trained_recipe(source), RECIPES[recipe]
     if trained in RECIPES and RECIPES[trained].engine_quantization != record.engine_quantization:
         raise ValueError(
             f"fp8_recipe={recipe!r} with {source}, whose run trained with {trained!r}: the scales would not be those "

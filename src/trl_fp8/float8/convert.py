@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .._upstream import Float8Linear, adapter_modules, module_hooks, swap_linear_layers
-from .emulation import speed_up_emulated_matmuls
+from .._upstream import Float8Linear, adapter_modules, decode_emulated_matmuls_by, module_hooks, swap_linear_layers
+from .emulation import decode
 from .linear import SwitchableLinear
 from .recipes import RECIPES, layer_factory
 
@@ -72,8 +72,7 @@ def convert_model(
             (`lm_head` matches `model.lm_head`, not `lm_head2`). Output embeddings, routers, adapter layers and shapes
             FP8 kernels cannot take are always kept.
         scale_rounding: `"none"` or `"power_of_2"`.
-        emulate: see [`~trl_fp8.float8.device.resolve_emulation`]. On a CPU, torchao's emulated matmuls are sped up for
-            the whole process, to the same bits.
+        emulate: see [`~trl_fp8.float8.device.resolve_emulation`]; makes torchao's faster on CPUs, for the process.
         fsdp_all_gather: whether FSDP2 will gather weights in FP8 (tensorwise). The weights are then new parameters on
             the same memory.
 
@@ -85,9 +84,8 @@ def convert_model(
             (already converted, spread over devices, offloaded, hooked).
     """
     if recipe not in RECIPES:
-        raise ValueError(
-            f"fp8_recipe={recipe!r} is not a recipe this package builds. Use one of {', '.join(RECIPES)}."
-        )
+        known = "; ".join(f"{name!r}: {record.description}" for name, record in RECIPES.items())
+        raise ValueError(f"fp8_recipe={recipe!r} is not a recipe this package builds. Use one of these. {known}.")
     _refuse_unsafe(model)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     _refuse_shared(model)
@@ -104,7 +102,7 @@ def convert_model(
         _refuse_hooked(name, linears[name])
 
     if emulate and any(linears[name].weight.device.type == "cpu" for name in converted):
-        speed_up_emulated_matmuls()
+        decode_emulated_matmuls_by(decode)
     names, from_float = set(converted), layer_factory(recipe, scale_rounding, emulate, fsdp_all_gather)
     swap_linear_layers(model, from_float, module_filter_fn=lambda module, name: name in names)
     return ConversionReport(

@@ -3,8 +3,6 @@
 import torch
 from torch import Tensor
 
-from .._upstream import decode_emulated_matmuls_by
-
 
 # FP32 value of each FP8 bit pattern: torch's cast is scalar on CPUs
 _VALUES = {
@@ -22,11 +20,3 @@ def decode(quantized: Tensor) -> Tensor:
         return decode(quantized.t()).t()
     patterns = quantized.view(torch.uint8).flatten().int()
     return _VALUES[quantized.dtype].index_select(0, patterns).view(quantized.shape)
-
-
-def speed_up_emulated_matmuls() -> None:
-    """Let torchao's emulated matmuls on CPUs read FP8 by look-up, for this process. Results stay equal bit for bit.
-
-    To be called where a CPU is known to emulate; again does nothing more.
-    """
-    decode_emulated_matmuls_by(decode)

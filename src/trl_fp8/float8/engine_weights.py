@@ -6,10 +6,9 @@ scale for the whole weight depends on; `None`: of the weight itself.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from .blockwise import BLOCK, FORMAT, FORMAT_MAX
+from .blockwise import FORMAT, FORMAT_MAX, whole_blocks
 
 
 def per_tensor(weight: Tensor, amax: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -26,12 +25,10 @@ def per_channel(weight: Tensor, amax: Tensor | None = None) -> tuple[Tensor, Ten
 
 def per_block(weight: Tensor, amax: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """S `(ceil(N / 128), ceil(K / 128))` = max|w| / 448 of 128x128 blocks; values are w * (1/S)."""
-    rows, columns = weight.shape
-    padded = F.pad(weight, (0, -columns % BLOCK, 0, -rows % BLOCK))
-    blocks = padded.view(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
+    blocks = whole_blocks(weight)
     scale = blocks.abs().float().amax(dim=(1, 3), keepdim=True).clamp(1e-4) / FORMAT_MAX
-    values = (blocks * (1.0 / scale)).to(FORMAT).view(padded.shape)
-    return values[:rows, :columns].contiguous(), scale.view(scale.shape[0], scale.shape[2])
+    values = (blocks * (1.0 / scale)).to(FORMAT).flatten(2).flatten(0, 1)
+    return values[: weight.shape[0], : weight.shape[1]].contiguous(), scale.view(scale.shape[0], scale.shape[2])
 
 
 def _divided(weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:

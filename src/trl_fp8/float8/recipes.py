@@ -23,48 +23,34 @@ from .linear import SwitchableFloat8Linear, SwitchableLinear
 Builder = Callable[[nn.Linear, bool, bool, bool], SwitchableLinear]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What trainer, engine and export have to know of a recipe.
+    """What trainer, engine and export have to know of a recipe; what most have in common is the default."""
 
-    Args:
-        name: `fp8_recipe`.
-        description: granularity and format of the operands, in a line.
-        build: `(linear, power_of_2, emulate, fsdp_all_gather)` to the FP8 layer around its parameters.
-        min_capability: compute capability of the first GPUs whose kernels multiply by it.
-        feature_multiple: what the feature dimensions of a layer have to be multiples of.
-        token_multiple: what real kernels want the tokens of a micro-batch to be a multiple of, which is the reduced
-            dimension of an FP8 weight gradient; `None` where any number will do.
-        writes_bf16_only: whether real kernels write no other dtype.
-        takes_scale_rounding: whether `fp8_scale_rounding` is for it.
-        one_weight_scale: whether a weight has one scale, known before the weight is whole (FP8 all-gather) and shared
-            by the parts of a layer that vLLM fuses (q, k and v).
-        recomputes_compiled: whether it may be compiled together with activation checkpointing.
-        engine_quantization: vLLM's name of the same granularity.
-        engine_rounds_somewhere: whether the scales of that engine are powers of two on some GPUs.
-        mismatch: quantisation of an engine -> mean |log pi_trainer - log pi_engine| measured beside it, in nats
-            (`rollout/pairing.py` says how).
-        mismatch_rounded: the same with `fp8_scale_rounding="power_of_2"`.
-        quantize_weight: BF16 weight to the engine's FP8 weight and scales, see `engine_weights.py`.
-        weight_scheme: how compressed-tensors describes the weights.
-        activation_scheme: and the activations.
-    """
+    name: str  # `fp8_recipe`
+    description: str  # granularity and format of the operands, in a line
+    build: Builder  # (linear, power_of_2, emulate, fsdp_all_gather) -> the FP8 layer around its parameters
 
-    name: str
-    description: str
-    build: Builder
+    # Kernels
+    min_capability: tuple[int, int] = (9, 0)  # compute capability of the first GPUs that multiply by it: Hopper
+    feature_multiple: int = 16  # what divides the feature dimensions of a layer
+    token_multiple: int | None = None  # and the tokens of a micro-batch, the reduced dimension of an FP8 grad_W
+    writes_bf16_only: bool = True
+    takes_scale_rounding: bool = True  # whether `fp8_scale_rounding` is for it
+    # A weight has one scale, which can be known before the weight is whole (FP8 all-gather), and which the parts of a
+    # layer that vLLM fuses share (q, k and v)
+    one_weight_scale: bool = False
+    recomputes_compiled: bool = False  # may be compiled together with activation checkpointing
+
+    # Its pair in vLLM: the quantisation of the same granularity, the FP8 weight and scales it makes of a BF16 weight,
+    # and how compressed-tensors describes weights and activations
     engine_quantization: str
     quantize_weight: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
     weight_scheme: Mapping[str, Any]
     activation_scheme: Mapping[str, Any]
-    min_capability: tuple[int, int] = (9, 0)
-    feature_multiple: int = 16
-    token_multiple: int | None = None
-    writes_bf16_only: bool = True
-    takes_scale_rounding: bool = True
-    one_weight_scale: bool = False
-    recomputes_compiled: bool = False
-    engine_rounds_somewhere: bool = False
+    engine_rounds_somewhere: bool = False  # its scales are powers of two on some GPUs
+    # Engine -> mean |log pi_trainer - log pi_engine| in nats, measured as `rollout/pairing.py` says; the second with
+    # `fp8_scale_rounding="power_of_2"`
     mismatch: Mapping[str, float] = dataclasses.field(default_factory=dict)
     mismatch_rounded: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
@@ -91,7 +77,7 @@ _TENSORWISE = Recipe(
     name="tensorwise",
     description="one scale per tensor; gradients in e5m2",
     build=_torchao("tensorwise"),
-    min_capability=(8, 9),  # Ada; the others start with Hopper
+    min_capability=(8, 9),  # Ada
     token_multiple=16,
     writes_bf16_only=False,
     takes_scale_rounding=False,

@@ -64,8 +64,8 @@ def scale_rule_warning(args: Any, engine_rounds: bool) -> str | None:
         return None
     rule, fitting = ("powers of two", "power_of_2") if engine_rounds else ("FP32 numbers", "none")
     return (
-        f"fp8_scale_rounding={args.fp8_scale_rounding!r} with vLLM in {record.engine_quantization!r}: on this device the "
-        f"engine's scales are {rule}, so nine in ten FP8 values differ (docs/numerics.md). Set "
+        f"fp8_scale_rounding={args.fp8_scale_rounding!r} with vLLM in {record.engine_quantization!r}: on this device "
+        f"the engine's scales are {rule}, so nine in ten FP8 values differ (docs/numerics.md). Set "
         f"fp8_scale_rounding={fitting!r}."
     )
 
