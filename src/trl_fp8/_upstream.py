@@ -38,33 +38,6 @@ from transformers.trainer_utils import rotate_checkpoints
 from trl.models.utils import disable_gradient_checkpointing
 
 
-__all__ = [
-    "FLOAT8_OPS_TABLE",
-    "FSDP2_OPERATIONS",
-    "HF_OVERRIDES",
-    "PARENT_ATTRIBUTES",
-    "TRL_OVERRIDES",
-    "Float8Linear",
-    "Float8LinearConfig",
-    "Float8TrainingTensor",
-    "adapter_modules",
-    "amax_to_scale",
-    "blockwise_kernels",
-    "blockwise_matmul",
-    "compile_up_to",
-    "decode_emulated_matmuls_by",
-    "disable_gradient_checkpointing",
-    "disabled_torch_function",
-    "gathered_weight",
-    "matmul_with_hp_or_float8_args",
-    "module_hooks",
-    "quantize_shard",
-    "rotate_checkpoints",
-    "swap_linear_layers",
-    "version",
-    "without_view",
-]
-
 # trl 1.16: methods of `GRPOTrainer` that `FP8GRPOTrainer` overrides and calls through `super()`, with the parameters
 # it relies on. TRL documents subclassing as the way to extend a trainer but keeps the names private. Delete an entry
 # when TRL has a public hook for it.

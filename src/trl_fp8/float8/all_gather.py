@@ -176,8 +176,7 @@ class Float8ScaleCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         refresh_scales(model.modules())
 
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        refresh_scales(model.modules())
+    on_optimizer_step = on_train_begin
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.follower is not None and args.sync_ref_model:

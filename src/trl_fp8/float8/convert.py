@@ -197,11 +197,8 @@ def _kept_reasons(
 
 def _embedding_parameters(model: nn.Module) -> set[int]:
     """Ids of the input and output embedding weights, whatever they are called, tied or not, wrapped or not."""
-    modules = []
-    for getter in ("get_output_embeddings", "get_input_embeddings"):
-        module = getattr(model, getter, lambda: None)()
-        if module is not None:
-            modules.append(module)
+    getters = (getattr(model, f"get_{side}_embeddings", lambda: None) for side in ("output", "input"))
+    modules = [module for getter in getters if (module := getter()) is not None]
     return {id(p) for module in modules for p in module.parameters() if len(whole_shape(p)) == 2}
 
 

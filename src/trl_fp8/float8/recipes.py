@@ -69,10 +69,6 @@ def _torchao(recipe: str) -> Builder:
     return build
 
 
-def _blockwise(linear: nn.Linear, power_of_2: bool, emulate: bool, fsdp_all_gather: bool) -> SwitchableLinear:
-    return BlockwiseLinear.from_float(linear, BlockwiseConfig(emulate, power_of_2))
-
-
 _TENSORWISE = Recipe(
     name="tensorwise",
     description="one scale per tensor; gradients in e5m2",
@@ -111,7 +107,9 @@ _ROWWISE_WITH_GW_HP = dataclasses.replace(  # the forward, all that an engine se
 _BLOCKWISE = Recipe(
     name="blockwise",
     description="one scale per 128 neighbours, per 128x128 block of a weight; e4m3 everywhere",
-    build=_blockwise,
+    build=lambda linear, power_of_2, emulate, _: BlockwiseLinear.from_float(
+        linear, BlockwiseConfig(emulate, power_of_2)
+    ),
     feature_multiple=1,  # the layer pads its operands itself
     engine_quantization="fp8_per_block",
     engine_rounds_somewhere=True,
