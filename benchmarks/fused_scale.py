@@ -17,7 +17,9 @@ import torch
 from torchao.float8.float8_training_tensor import GemmInputRole, hp_tensor_and_scale_to_float8
 from torchao.float8.float8_utils import amax_to_scale
 
-from trl_fp8 import float8, trainer
+from trl_fp8 import trainer
+from trl_fp8._upstream import matmul_with_hp_or_float8_args
+from trl_fp8.float8.linear import SwitchableFloat8Linear
 from trl_fp8.rollout.layer_table import FUSED
 
 
@@ -28,7 +30,7 @@ def shared_matmul(self, rows, weight):
     cast = hp_tensor_and_scale_to_float8(
         weight.t(), scale, torch.float8_e4m3fn, self.linear_mm_config, GemmInputRole.WEIGHT
     )
-    return float8.matmul_with_hp_or_float8_args.apply(rows, cast, self.linear_mm_config, self.config)
+    return matmul_with_hp_or_float8_args.apply(rows, cast, self.linear_mm_config, self.config)
 
 
 def share_scales(convert_model):
@@ -39,11 +41,11 @@ def share_scales(convert_model):
         for module in model.modules():
             for parts in FUSED.values():
                 linears = [getattr(module, part, None) for part in parts]
-                if all(isinstance(linear, float8.SwitchableFloat8Linear) for linear in linears):
+                if all(isinstance(linear, SwitchableFloat8Linear) for linear in linears):
                     for linear in linears:
                         linear.group = [lambda linear=linear: linear for linear in linears]
         for module in model.modules():
-            if isinstance(module, float8.SwitchableFloat8Linear) and not hasattr(module, "group"):
+            if isinstance(module, SwitchableFloat8Linear) and not hasattr(module, "group"):
                 module.group = [lambda module=module: module]
         return report
 
@@ -59,7 +61,7 @@ def taken(flag: str) -> bool:
 
 if __name__ == "__main__":
     if taken("--shared"):
-        float8.SwitchableFloat8Linear.quantized_matmul = shared_matmul
+        SwitchableFloat8Linear.quantized_matmul = shared_matmul
         trainer.convert_model = share_scales(trainer.convert_model)
     if taken("--per_token"):
         import vllm.model_executor.layers.quantization.online.fp8 as online

@@ -424,12 +424,10 @@ def test_table_of_a_run_without_signal_says_so():
     ("history", "lines"), [(HISTORY, {"C0", "C1", "C2", "C3"}), (HISTORY[:1], set()), ([], set())]
 )
 def test_figure(history, lines, tmp_path):
-    matplotlib = pytest.importorskip("matplotlib")
-    import matplotlib.image
-    from matplotlib.colors import to_rgb
-
+    image = pytest.importorskip("matplotlib.image")
+    to_rgb = pytest.importorskip("matplotlib.colors").to_rgb
     assert run_report.figure(history, (0.8, 1.24), tmp_path / "run" / "figure.png")
-    pixels = matplotlib.image.imread(tmp_path / "run" / "figure.png")[..., :3]
+    pixels = image.imread(tmp_path / "run" / "figure.png")[..., :3]
     colors = {name: np.array(to_rgb(name)) for name in ("C0", "C1", "C2", "C3")}
     # A line fills more than the 100 pixels of a legend's sample: L and FP8's share, FP8 at the reference, reward, H
     drawn = {name for name, color in colors.items() if (np.abs(pixels - color).max(axis=-1) < 0.02).sum() > 100}

@@ -9,7 +9,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from trl_fp8.export import STRATEGIES, export_fp8, main, quantize_weight
+from trl_fp8.export import export_fp8, main
+from trl_fp8.float8 import RECIPES, engine_weights
 from trl_fp8.float8.blockwise import dequantized_blocks
 
 
@@ -35,7 +36,7 @@ def dequantized(weight, scale, recipe):
     return weight.float() * scale
 
 
-@pytest.mark.parametrize("recipe", STRATEGIES)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_every_converted_layer_is_in_fp8_and_the_rest_in_bf16(recipe, checkpoint, tmp_path):
     assert export_fp8(checkpoint, tmp_path / "fp8", recipe) == 14
     plain, exported = read(checkpoint), read(tmp_path / "fp8")
@@ -61,7 +62,7 @@ def test_every_converted_layer_is_in_fp8_and_the_rest_in_bf16(recipe, checkpoint
 
 def test_a_row_by_hand():
     weight = torch.tensor([[448.0, 1.0, -0.5], [2.0, -7.0, 0.0]], dtype=torch.bfloat16)
-    values, scale = quantize_weight(weight, "rowwise")
+    values, scale = engine_weights.per_channel(weight)
     assert scale.tolist() == [[1.0], [7.0 / 448]]
     # 2 / (7/448) = 128
     assert values.float().tolist() == [[448.0, 1.0, -0.5], [128.0, -448.0, 0.0]]
@@ -79,7 +80,7 @@ def test_parts_of_a_fused_layer_share_the_tensorwise_scale(checkpoint, tmp_path)
 
 def test_blockwise_bytes_are_those_of_the_training_layer():
     weight = torch.randn(200, 300, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
-    values, scale = quantize_weight(weight, "blockwise")
+    values, scale = engine_weights.per_block(weight)
     assert scale.shape == (2, 3)
     ours = dequantized_blocks(weight)
     close = (dequantized(values, scale, "blockwise") - ours).abs() <= ours.abs() * 2**-3 * 1.01
@@ -98,7 +99,7 @@ def test_rowwise_values_are_those_of_the_training_layer():
     trained = hp_tensor_to_float8_dynamic(
         weight, torch.float8_e4m3fn, LinearMMConfig(), scaling_granularity=ScalingGranularity.AXISWISE, axiswise_dim=-1
     )
-    values, scale = quantize_weight(weight, "rowwise")
+    values, scale = engine_weights.per_channel(weight)
     assert torch.allclose((1 / trained._scale.double()).float(), scale, rtol=2**-23, atol=0)  # one rounding apart
     share = (trained._data.float() == values.float()).float().mean().item()
     assert share > 0.999  # a value on the border between two FP8 numbers may fall on the other side
@@ -192,7 +193,7 @@ def test_a_model_of_another_kind_is_refused(tmp_path):
 
     CLIPConfig().save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").touch()
-    with pytest.raises(ValueError, match="holds a clip, which is no text model"):
+    with pytest.raises(ValueError, match="holds a clip, which is not a text model"):
         export_fp8(tmp_path, tmp_path / "fp8")
 
 

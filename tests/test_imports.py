@@ -11,6 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from trl_fp8 import _upstream as upstream
+from trl_fp8.float8 import RECIPES
+from trl_fp8.rollout import _upstream as vllm_upstream
+
 
 PACKAGE = Path(__file__).parents[1] / "src" / "trl_fp8"
 MODULES = {
@@ -24,17 +28,20 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 300, 60
 # room (a wing, or a module at the top) -> rooms it imports, and distributions outside the standard library
 ROOMS = {
     "_upstream": (set(), {"peft", "torch", "torchao", "transformers", "trl"}),
-    "float8": ({"_upstream", "config"}, {"torch", "torchao", "transformers", "trl"}),
+    "float8": ({"_upstream"}, {"torch", "torchao", "transformers"}),
     "clipping": ({"resume"}, {"torch", "transformers"}),
     "diagnostics": ({"clipping"}, {"torch"}),
-    "config_checks": ({"clipping"}, set()),
+    "config_checks": ({"clipping", "float8"}, set()),
     "config": ({"clipping", "config_checks", "rollout"}, {"trl"}),
-    "distributed": ({"config"}, {"torch"}),
+    "distributed": ({"config", "float8"}, {"torch"}),
     "rollout": (
         {"config", "float8"},
         {"accelerate", "peft", "requests", "safetensors", "torch", "transformers", "trl", "urllib3", "vllm"},
     ),
-    "checks": ({"clipping", "config", "config_checks", "distributed"}, {"datasets", "torch", "transformers"}),
+    "checks": (
+        {"clipping", "config", "config_checks", "distributed", "float8"},
+        {"datasets", "torch", "transformers"},
+    ),
     "resume": (set(), {"transformers"}),
     "policy_host": ({"checks", "clipping", "config", "diagnostics", "resume"}, {"transformers", "trl"}),
     "checkpoints": ({"_upstream", "config", "distributed"}, {"trl"}),
@@ -246,6 +253,85 @@ def test_no_module_but_upstream_imports_private_names():
                     private.append(f"{name}: {entry.module} {entry.names}")
     assert private == []
     assert used == DOCUMENTED  # no stale exception
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name != "_"
+
+
+def defined_names(source: str) -> set[str]:
+    """Functions, classes, variables and attributes that a module gives a name."""
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names.add(node.id if isinstance(node, ast.Name) else node.attr)
+    return names
+
+
+def private_reads(source: str) -> set[str]:
+    """Names of private attributes that a module reads, of whatever object."""
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)]
+    return {node.attr for node in nodes if is_private(node.attr) and not isinstance(node.ctx, ast.Store)}
+
+
+def foreign_reads(sources: dict[str, str]) -> dict[str, set[str]]:
+    """Module -> private attributes it reads that no module defines, the doors to upstream apart."""
+    own = {name: source for name, source in sources.items() if not name.endswith("_upstream")}
+    defined = set().union(*map(defined_names, own.values()))
+    reads = {name: private_reads(source) - defined for name, source in own.items()}
+    return {name: found for name, found in reads.items() if found}
+
+
+def test_the_reader_of_private_attributes_sees_every_form():
+    ours = "class A:\n    _field: int\n    def _method(self):\n        self._set = 1\n_constant = 2"
+    user = "a._field, a._method(), a._set, a.b._constant, a.__dict__, a._\na.b._foreign.c()\ndel a._gone\nx._mine = 1"
+    sources = {"ours": ours, "user": user, "rollout._upstream": "a._hidden\n_foreign = 1"}
+    assert foreign_reads(sources) == {"user": {"_foreign", "_gone"}}
+
+
+def test_no_module_but_upstream_reads_private_attributes_of_others():
+    """What subclasses read through self is listed; an entry that nobody reads is stale."""
+    listed = {*upstream.TRL_OVERRIDES, *upstream.HF_OVERRIDES, *vllm_upstream.VLLM_OVERRIDES}
+    reads = foreign_reads(SOURCES)
+    unlisted = {name: found - listed - upstream.PARENT_ATTRIBUTES.keys() for name, found in reads.items()}
+    assert {name: found for name, found in unlisted.items() if found} == {}
+    assert upstream.PARENT_ATTRIBUTES.keys() - set().union(*reads.values()) == set()
+
+
+def recipe_literals(source: str, recipes: set[str]) -> list[str]:
+    """Lines with a string that is the name of a recipe, `Literal[...]` and defaults apart."""
+    tree = ast.parse(source)
+    allowed: set[int] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "Literal":
+            allowed |= {id(child) for child in ast.walk(node.slice)}
+        elif isinstance(node, ast.arguments):
+            allowed |= {id(default) for default in (*node.defaults, *node.kw_defaults)}
+        elif isinstance(node, ast.keyword) and node.arg == "default":
+            allowed.add(id(node.value))
+    strings = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and node.value in recipes]
+    return [f"{node.lineno}: {node.value}" for node in strings if id(node) not in allowed]
+
+
+def test_the_reader_of_recipe_names_sees_every_form():
+    source = """
+kind: Literal["none", "big"] = field(default="big", metadata={"help": "'big' or none"})
+def f(a="big", *, b="big"):
+    "big things"
+    return a == "none" or b == "big" or a in ("small", "big")
+TABLE = {"big": 1, "none": 2}
+f(recipe="big")
+"""
+    assert sorted(recipe_literals(source, {"big"})) == ["5: big", "5: big", "6: big", "7: big"]
+
+
+def test_only_the_records_know_recipes_by_name():
+    """A recipe is added in `float8/recipes.py` and in the `Literal` of the config, and nowhere else."""
+    found = {name: recipe_literals(source, set(RECIPES)) for name, source in SOURCES.items()}
+    assert found.pop("float8.recipes") != []
+    assert {name: lines for name, lines in found.items() if lines} == {}
 
 
 def test_vllm_is_imported_inside_functions_only():

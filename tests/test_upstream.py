@@ -97,6 +97,79 @@ def test_trl_assigns_the_reference_before_it_shards_it():
     assert source.index(built) < source.index(sharded)
 
 
+def test_parent_attributes_are_there_without_us(tmp_path):
+    parents = {cls.__name__: cls for cls in GRPOTrainer.__mro__}
+    trainer = build_trainer(tmp_path, cls=GRPOTrainer, config=GRPOConfig)
+    for name, owner in _upstream.PARENT_ATTRIBUTES.items():
+        assert hasattr(trainer, name), name
+        assert hasattr(parents[owner], name) or f"self.{name} = " in inspect.getsource(parents[owner]), name
+
+
+def test_torch_counts_changes_in_place():
+    tensor = torch.zeros(2)
+    before = _upstream.version(tensor)
+    tensor.detach().add_(1)
+    assert _upstream.version(tensor) == before + 1
+
+
+def test_a_view_of_the_whole_is_replaced_by_the_whole():
+    whole = torch.zeros(2, 3)
+    assert _upstream.without_view(whole) is whole
+    assert _upstream.without_view(whole.view(2, 3)) is whole
+    other = whole.view(3, 2)
+    assert _upstream.without_view(other) is other
+
+
+def test_torchao_s_matmul_still_returns_a_view():
+    """When this fails, drop `without_view`."""
+    config = dataclasses.replace(_upstream.Float8LinearConfig.from_recipe_name("rowwise"), emulate=True)
+    layer = _upstream.Float8Linear.from_float(nn.Linear(16, 16), config=config)
+    arguments = torch.randn(4, 16), layer.weight.t(), layer.linear_mm_config, config
+    assert _upstream.matmul_with_hp_or_float8_args.apply(*arguments)._base is not None
+
+
+def test_subclasses_without_a_torch_function_see_aten_operations_only():
+    class Ours(torch.Tensor):
+        __torch_function__ = _upstream.disabled_torch_function
+
+    assert type(torch.zeros(2).as_subclass(Ours) + 1) is torch.Tensor  # with torch's own it would be `Ours`
+    assert type(torch.zeros(2).as_subclass(type("Stock", (torch.Tensor,), {})) + 1) is not torch.Tensor
+
+
+def test_every_operation_of_fsdp2_is_an_aten_operation():
+    assert {type(operation) for operation in _upstream.FSDP2_OPERATIONS} == {torch._ops.OpOverload}
+    names = {str(operation) for operation in _upstream.FSDP2_OPERATIONS}
+    assert {"aten._to_copy.default", "aten._pin_memory.default", "aten.split.Tensor"} <= names
+
+
+def test_dynamo_has_the_settings_of_compiling(monkeypatch):
+    config = torch._dynamo.config
+    monkeypatch.setattr(config, "optimize_ddp", True)
+    monkeypatch.setattr(config, "recompile_limit", 8)
+    _upstream.compile_up_to(20)
+    assert (config.optimize_ddp, config.recompile_limit) == (False, 20)
+    _upstream.compile_up_to(10)
+    assert config.recompile_limit == 20
+
+
+def test_torchao_tensors_have_what_an_emulated_matmul_reads():
+    mm_config = _upstream.Float8Linear.from_float(
+        nn.Linear(16, 16), config=_upstream.Float8LinearConfig.from_recipe_name("tensorwise")
+    ).linear_mm_config
+    quantized = _upstream.hp_tensor_and_scale_to_float8(
+        torch.randn(16, 16), torch.tensor(2.0), torch.float8_e4m3fn, mm_config, _upstream.GemmInputRole.WEIGHT
+    )
+    assert quantized._data.dtype == torch.float8_e4m3fn
+    assert quantized._scale.item() == 2.0
+    assert quantized._orig_dtype == torch.float32
+    assert quantized._linear_mm_config is mm_config
+    assert quantized._gemm_input_role is _upstream.GemmInputRole.WEIGHT
+    assert list(inspect.signature(_upstream.choose_scaled_mm_config).parameters) == [
+        *("a_role", "a_linear_mm_config", "b_role", "b_linear_mm_config"),
+    ]
+    assert torch.ops.aten.mm.default in _upstream.FLOAT8_OPS_TABLE
+
+
 def test_torchao_names():
     parameters = inspect.signature(_upstream.matmul_with_hp_or_float8_args.forward).parameters
     assert list(parameters) == ["ctx", "input_hp", "weight_hp_t", "linear_mm_config", "config"]

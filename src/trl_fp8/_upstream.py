@@ -1,10 +1,11 @@
-"""The door to private or non-public names of torchao, peft, trl and transformers; vLLM has `_upstream_vllm.py`.
+"""The door to private or non-public names of torch, torchao, peft, trl and transformers (vLLM: `rollout/_upstream`).
 
 Each entry says why it is needed, the versions it was checked against, and what removes it. `tests/test_upstream.py`
 holds the contract of every one.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -17,8 +18,7 @@ from torchao.float8.config import Float8LinearConfig
 from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
 from torchao.float8.float8_linear_utils import swap_linear_layers
 
-# torchao 0.18: the table its FP8 tensors dispatch by, to give emulated matmuls a faster decoding (`emulation.py`).
-# Delete when torch casts FP8 to FP32 in vectors on CPUs.
+# torchao 0.18: the table its FP8 tensors dispatch by, for `decode_emulated_matmuls_by`.
 from torchao.float8.float8_ops import FLOAT8_OPS_TABLE
 from torchao.float8.float8_training_tensor import (
     Float8TrainingTensor,
@@ -37,27 +37,6 @@ from transformers.trainer_utils import rotate_checkpoints
 # Delete when TRL or transformers export it.
 from trl.models.utils import disable_gradient_checkpointing
 
-
-__all__ = [
-    "FLOAT8_OPS_TABLE",
-    "HF_OVERRIDES",
-    "TRL_OVERRIDES",
-    "Float8Linear",
-    "Float8LinearConfig",
-    "Float8TrainingTensor",
-    "adapter_modules",
-    "amax_to_scale",
-    "blockwise_kernels",
-    "blockwise_matmul",
-    "choose_scaled_mm_config",
-    "disable_gradient_checkpointing",
-    "gathered_weight",
-    "matmul_with_hp_or_float8_args",
-    "module_hooks",
-    "quantize_shard",
-    "rotate_checkpoints",
-    "swap_linear_layers",
-]
 
 # trl 1.16: methods of `GRPOTrainer` that `FP8GRPOTrainer` overrides and calls through `super()`, with the parameters
 # it relies on. TRL documents subclassing as the way to extend a trainer but keeps the names private. Delete an entry
@@ -89,6 +68,77 @@ HF_OVERRIDES = {
     "_save_checkpoint": ("self", "model", "trial"),
     "train": ("self", "resume_from_checkpoint", "trial", "ignore_keys_for_eval"),
 }
+
+# Private attributes of the trainer's parents that we read through self, overrides apart -> the class they are of.
+# trl 1.16: TRL's count of micro-batches is the only one that knows where a generation batch ends. transformers 5.24:
+# where a checkpoint goes, with `rotate_checkpoints`.
+PARENT_ATTRIBUTES = {"_step": "GRPOTrainer", "_get_output_dir": "Trainer"}
+
+# torch 2.11-2.13: what torch's own subclasses set as `__torch_function__` to leave all to `__torch_dispatch__`
+# (torchao does so too). Delete when it has a public name.
+disabled_torch_function = cast(Any, torch._C._disabled_torch_function_impl)
+
+# torch 2.11-2.13: by these operations, some under private names, FSDP2 cuts, pads and moves a parameter, and
+# `nn.Parameter`, `Module.to` and `deepcopy` make a new one. Delete when FSDP2 asks the layer, not the parameter.
+_aten = torch.ops.aten
+FSDP2_OPERATIONS = {
+    _aten.new_zeros.default,
+    _aten.new_empty.default,
+    _aten.empty_like.default,
+    _aten.split.Tensor,
+    _aten.slice.Tensor,
+    _aten.detach.default,
+    _aten.clone.default,
+    _aten._to_copy.default,
+    _aten._pin_memory.default,
+}
+
+
+def version(tensor: Tensor) -> int:
+    """How often `tensor` was changed in place: autograd's counter (torch 2.11-2.13), which has no public name."""
+    return tensor._version
+
+
+def without_view(tensor: Tensor) -> Tensor:
+    """What `tensor` is a view of, where both have one shape, else `tensor` (torch 2.11-2.13).
+
+    torchao 0.18 returns a view of its matmul's output, and autograd forbids to change those in place (OLMo's clamp,
+    AdaLoRA). Delete when torchao returns the output itself.
+    """
+    base = tensor._base
+    return tensor if base is None or base.shape != tensor.shape else base
+
+
+def compile_up_to(num_graphs: int) -> None:
+    """Let dynamo keep `num_graphs` graphs of a function, and leave each whole under DDP, for this process.
+
+    DDP would cut each layer's graph at its buckets, and cannot cut one that recomputes activations (pytorch#104674).
+    Layers are small enough for gradients to overlap with the backward pass uncut. torch 2.11-2.13: the settings are
+    in `torch._dynamo.config` only. Delete when `torch.compile` takes them.
+    """
+    config = torch._dynamo.config
+    config.optimize_ddp = False
+    config.recompile_limit = max(config.recompile_limit, num_graphs)
+
+
+_torchao_matmul = FLOAT8_OPS_TABLE[torch.ops.aten.mm.default]
+
+
+def decode_emulated_matmuls_by(decode: Callable[[Tensor], Tensor]) -> None:
+    """Let torchao's emulated matmuls on CPUs read FP8 values by `decode`, for this process; the last caller wins.
+
+    torchao 0.18 casts each operand, one value after another on a CPU, and has no hook for it; other matmuls stay its
+    own. Delete when torch casts FP8 to FP32 in vectors on CPUs.
+    """
+
+    def matmul(op: Any, args: tuple, kwargs: dict | None = None) -> Tensor:
+        a, b = args
+        configs = a._gemm_input_role, a._linear_mm_config, b._gemm_input_role, b._linear_mm_config
+        if not choose_scaled_mm_config(*configs).emulate or a.device.type != "cpu":
+            return _torchao_matmul(op, args, kwargs)
+        return torch.mm(decode(a._data) / a._scale, decode(b._data) / b._scale).to(a._orig_dtype)
+
+    FLOAT8_OPS_TABLE[torch.ops.aten.mm.default] = matmul
 
 
 def blockwise_kernels() -> Any:

@@ -18,6 +18,7 @@ from .clipping.policy import ClippingPolicy
 from .clipping.search import ClipSearch
 from .config import FP8GRPOConfig
 from .distributed import World, check_strategy
+from .float8.recipes import RECIPES
 
 
 logger = logging.getLogger(__name__)
@@ -280,3 +281,29 @@ def warn_without_rewards(rewards: Tensor, names: list[str]) -> None:
             f"({', '.join(names)}), so nothing is learned from it. If this repeats, check that they return floats for "
             "this data set; None means not applicable."
         )
+
+
+def padding_for_kernels(recipe: str, bf16: bool | None, pad_to_multiple_of: Any, automatic: bool) -> int | None:
+    """`pad_to_multiple_of` of a run on real FP8 kernels: the multiple they need where it is `automatic`.
+
+    Raises:
+        ValueError: the run asks for something the kernels of `recipe` do not do.
+    """
+    record = RECIPES[recipe]
+    if record.writes_bf16_only and not bf16:
+        raise ValueError(
+            f"bf16={bf16} with fp8_recipe={recipe!r}: rowwise FP8 kernels write BF16 only. Set bf16=True, "
+            "fp8_recipe='tensorwise', or fp8_emulate=True."
+        )
+    multiple = record.token_multiple
+    if multiple is None:
+        return pad_to_multiple_of
+    if automatic:
+        return multiple
+    if pad_to_multiple_of is None or pad_to_multiple_of % multiple:
+        raise ValueError(
+            f"pad_to_multiple_of={pad_to_multiple_of} lets a micro-batch have a token count the FP8 weight gradient "
+            f"kernel of fp8_recipe={recipe!r} cannot take (it needs a multiple of {multiple}). Leave it 'auto', set "
+            f"a multiple of {multiple}, or use fp8_recipe='rowwise_with_gw_hp'."
+        )
+    return pad_to_multiple_of

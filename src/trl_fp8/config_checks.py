@@ -11,6 +11,7 @@ from .clipping.calibrated import CalibratedClippingCallback
 from .clipping.policy import ClippingPolicy
 from .clipping.registry import build_policy
 from .clipping.search import ClipSearch
+from .float8.recipes import RECIPES
 
 
 if TYPE_CHECKING:
@@ -104,10 +105,11 @@ def check_values(args: "FP8GRPOConfig", own_fields: Iterable[str]) -> None:
         )
     search = ClipSearch(**{f.name: getattr(args, f.name) for f in dataclasses.fields(ClipSearch)})
     search.check_start(args.clip_lower_init, args.clip_upper_init)
-    if args.fp8_fsdp_all_gather and args.fp8_recipe != "tensorwise":
+    gathered = [recipe.name for recipe in RECIPES.values() if recipe.one_weight_scale]
+    if args.fp8_fsdp_all_gather and args.fp8_recipe not in gathered:
         raise ValueError(
             f"fp8_fsdp_all_gather=True with fp8_recipe={args.fp8_recipe!r}: FP8 is gathered with one scale for the "
-            "whole weight, and this recipe has none or others. Set fp8_recipe='tensorwise', or "
+            f"whole weight, and this recipe has none or others. Set fp8_recipe={' or '.join(map(repr, gathered))}, or "
             "fp8_fsdp_all_gather=False: FSDP2 then gathers BF16, twice the bytes."
         )
 

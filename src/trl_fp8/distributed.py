@@ -7,33 +7,22 @@ from typing import Any
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from .config import FP8GRPOConfig
+from .float8.recipes import RECIPES
 
 
 @dataclass(frozen=True)
 class World:
-    """How accelerate spreads the model.
+    """How accelerate spreads the model."""
 
-    Args:
-        fsdp_version: 1 or 2, 0 without FSDP.
-        fsdp_checkpointing: whether FSDP checkpoints activations itself.
-        zero_stage: of DeepSpeed, 0 without.
-        model_parallel: names and sizes of parallelism inside a layer or a sequence.
-        kind: accelerate's name.
-        num_processes: of the run.
-        num_shards: a weight is cut into, where FSDP cuts it.
-        cpu_offload: whether FSDP2 keeps weights in host memory.
-        loads_after_sharding: whether FSDP2 replaces each sharded weight by one that rank 0 loaded.
-    """
-
-    fsdp_version: int = 0
-    fsdp_checkpointing: bool = False
-    zero_stage: int = 0
-    model_parallel: tuple[str, ...] = ()
-    kind: str = "NO"
+    fsdp_version: int = 0  # 1 or 2, 0 without FSDP
+    fsdp_checkpointing: bool = False  # whether FSDP checkpoints activations itself
+    zero_stage: int = 0  # of DeepSpeed, 0 without
+    model_parallel: tuple[str, ...] = ()  # names and sizes of parallelism inside a layer or a sequence
+    kind: str = "NO"  # accelerate's name
     num_processes: int = 1
-    num_shards: int = 1
-    cpu_offload: bool = False
-    loads_after_sharding: bool = False
+    num_shards: int = 1  # a weight is cut into, where FSDP cuts it
+    cpu_offload: bool = False  # whether FSDP2 keeps weights in host memory
+    loads_after_sharding: bool = False  # whether FSDP2 replaces each sharded weight by one that rank 0 loaded
 
     def __str__(self) -> str:
         if self.num_processes == 1:
@@ -108,7 +97,8 @@ def _check_compile(args: FP8GRPOConfig, world: World) -> None:
         raise ValueError(
             "fp8_compile=True with torch_compile=True would compile each layer inside a compiled one. Set one of them."
         )
-    if (args.gradient_checkpointing or world.fsdp_checkpointing) and args.fp8_recipe != "tensorwise":
+    recomputes = args.gradient_checkpointing or world.fsdp_checkpointing
+    if recomputes and not RECIPES[args.fp8_recipe].recomputes_compiled:
         raise ValueError(
             f"fp8_compile=True with gradient_checkpointing={args.gradient_checkpointing} (FSDP's own: "
             f"{world.fsdp_checkpointing}) and fp8_recipe={args.fp8_recipe!r}: recomputed casts are fused otherwise "

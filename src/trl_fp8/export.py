@@ -4,14 +4,9 @@
 
 Reads the plain checkpoint that `trainer.save_model` writes under every strategy (DDP, FSDP2, ZeRO), one tensor at a
 time, so that a model larger than memory can be exported. The layout is compressed-tensors' `float-quantized`: beside
-each FP8 `weight` a `weight_scale` in FP32, and a `quantization_config` in `config.json`. Weight scales are those of
-the engine that quantises while it loads (vLLM 0.31, `quantization/online/fp8.py`), from the same BF16 values:
-
-    rowwise       S = max|w| / 448 of each row         w / S      (`fp8_per_channel`)
-    tensorwise    S = max|w| / 448 of the fused layer  w / S      (`fp8_per_tensor`: q, k and v share a scale)
-    blockwise     S = max|w| / 448 of 128x128 blocks   w * (1/S)  (`fp8_per_block`)
-
-Activations are scaled while serving: by token, and by 1x128 groups for blockwise.
+each FP8 `weight` a `weight_scale` in FP32, and a `quantization_config` in `config.json`. Weights are quantised as by
+the engine that quantises while it loads, from the same BF16 values (`float8/engine_weights.py`); activations are
+scaled while serving.
 """
 
 import argparse
@@ -22,24 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from .float8.blockwise import BLOCK, FORMAT, FORMAT_MAX
 from .float8.convert import convert_model
+from .float8.recipes import RECIPES, Recipe
 from .plain_checkpoint import refuse_incomplete, tensors_of, trained_recipe, weight_files
 from .rollout.layer_table import FUSED
 
 
-# recipe -> strategies of compressed-tensors for weights and activations
-STRATEGIES = {
-    "rowwise": ("channel", "token"),
-    "rowwise_with_gw_hp": ("channel", "token"),
-    "tensorwise": ("tensor", "token"),
-    "blockwise": ("block", "group"),
-}
 _SHARD_BYTES = 4 * 2**30
 
 
@@ -62,20 +49,20 @@ def export_fp8(
             model with fused experts or of another kind than text, an unknown recipe, or an output that exists.
     """
     source, target = Path(checkpoint), Path(output)
-    if recipe not in STRATEGIES:
-        raise ValueError(f"fp8_recipe={recipe!r} has no FP8 weights to export. Use one of {', '.join(STRATEGIES)}.")
+    if recipe not in RECIPES:
+        raise ValueError(f"fp8_recipe={recipe!r} has no FP8 weights to export. Use one of {', '.join(RECIPES)}.")
     if target.exists():
         raise ValueError(f"output={str(target)!r} exists, and a mix of two checkpoints is garbage. Name a new one.")
     files = weight_files(source)
     converted, kept, expected = _layers(source, recipe, list(exclude))
     refuse_incomplete(source, files, expected)
-    trained = trained_recipe(source)
-    if trained in STRATEGIES and STRATEGIES[trained] != STRATEGIES[recipe]:
+    trained, record = trained_recipe(source), RECIPES[recipe]
+    if trained in RECIPES and RECIPES[trained].engine_quantization != record.engine_quantization:
         raise ValueError(
             f"fp8_recipe={recipe!r} with {source}, whose run trained with {trained!r}: the scales would not be those "
             f"the policy was trained with. Pass {trained!r}."
         )
-    fused_amax = _fused_amax(files, converted) if recipe == "tensorwise" else {}
+    fused_amax = _fused_amax(files, converted) if record.one_weight_scale else {}
     partial = target.with_name(f".{target.name}.partial")  # renamed when complete: half a checkpoint is never found
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -90,7 +77,7 @@ def export_fp8(
                     "earlier checkpoint of the run."
                 )
             if layer in converted:
-                weight, scale = quantize_weight(rounded, recipe, fused_amax.get(_fused_name(layer)))
+                weight, scale = record.quantize_weight(rounded, fused_amax.get(_fused_name(layer)))
                 yield name, weight
                 yield f"{layer}.weight_scale", scale
             else:
@@ -99,52 +86,21 @@ def export_fp8(
     _write(quantized(), partial)
     _copy_rest(source, partial)
     config = json.loads((source / "config.json").read_text())
-    config |= {"dtype": "bfloat16", "quantization_config": quantization_config(recipe, kept)}
+    config |= {"dtype": "bfloat16", "quantization_config": quantization_config(record, kept)}
     (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     partial.rename(target)
     return len(converted)
 
 
-def quantize_weight(weight: Tensor, recipe: str, amax: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """FP8 values `(N, K)` of a BF16 weight and what they have to be multiplied by, FP32, as vLLM's engine has them.
-
-    Args:
-        weight (`Tensor` of shape `(N, K)`): BF16.
-        recipe: `"rowwise"`, `"rowwise_with_gw_hp"`, `"tensorwise"` or `"blockwise"`.
-        amax: largest magnitude of the fused layer the weight is part of; of the weight if `None`. Tensorwise only.
-
-    Returns:
-        `(N, K)` e4m3, and FP32 of shape `(N, 1)`, `(1,)` or `(ceil(N / 128), ceil(K / 128))`.
-    """
-    if recipe == "blockwise":
-        rows, columns = weight.shape
-        padded = F.pad(weight, (0, -columns % BLOCK, 0, -rows % BLOCK))
-        blocks = padded.view(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
-        scale = blocks.abs().float().amax(dim=(1, 3), keepdim=True).clamp(1e-4) / FORMAT_MAX
-        values = (blocks * (1.0 / scale)).to(FORMAT).view(padded.shape)
-        return values[:rows, :columns].contiguous(), scale.view(scale.shape[0], scale.shape[2])
-    if recipe == "tensorwise":
-        amax = (weight.abs().amax() if amax is None else amax).float().reshape(1)
-        scale = torch.where(amax > 0, amax, FORMAT_MAX) / FORMAT_MAX  # zeros stay zeros at any scale
-    else:
-        scale = weight.abs().amax(dim=-1, keepdim=True).float() / FORMAT_MAX
-        scale = scale.clamp_min(1.0 / (FORMAT_MAX * 512))
-    return (weight / scale).clamp(-FORMAT_MAX, FORMAT_MAX).to(FORMAT), scale
-
-
-def quantization_config(recipe: str, ignored: Iterable[str]) -> dict[str, Any]:
+def quantization_config(recipe: Recipe, ignored: Iterable[str]) -> dict[str, Any]:
     """The `quantization_config` of `config.json`; `ignored`: names of the linears that stay in BF16."""
-    weights, activations = STRATEGIES[recipe]
     common = {"num_bits": 8, "type": "float", "symmetric": True}
     group = {
         "targets": ["Linear"],
-        "weights": {**common, "strategy": weights, "dynamic": False},
-        "input_activations": {**common, "strategy": activations, "dynamic": True},
+        "weights": {**common, **recipe.weight_scheme, "dynamic": False},
+        "input_activations": {**common, **recipe.activation_scheme, "dynamic": True},
         "output_activations": None,
     }
-    if recipe == "blockwise":
-        group["weights"]["block_structure"] = [BLOCK, BLOCK]
-        group["input_activations"]["group_size"] = BLOCK
     return {
         "quant_method": "compressed-tensors",
         "format": "float-quantized",
@@ -168,8 +124,8 @@ def _layers(source: Path, recipe: str, exclude: list[str]) -> tuple[set[str], li
             model = AutoModelForCausalLM.from_config(config)
     except ValueError as error:
         raise ValueError(
-            f"{source} holds a {config.model_type}, which is no text model (AutoModelForCausalLM), the only kind this "
-            "package trains and exports. Serve it in BF16, or quantise it in vLLM."
+            f"{source} holds a {config.model_type}, which is not a text model (AutoModelForCausalLM), the only kind "
+            "this package trains and exports. Serve it in BF16, or quantise it in vLLM."
         ) from error
     expected = {name for name, _ in model.named_parameters()}
     report = convert_model(model, recipe, exclude=exclude)
@@ -244,7 +200,7 @@ def main(argv: list[str] | None = None, say: Callable[[str], Any] = print) -> No
     )
     parser.add_argument("checkpoint", help="directory that trainer.save_model has written")
     parser.add_argument("output", help="directory to create")
-    parser.add_argument("--fp8_recipe", default="rowwise", choices=sorted(STRATEGIES), help="of the training run")
+    parser.add_argument("--fp8_recipe", default="rowwise", choices=sorted(RECIPES), help="of the training run")
     parser.add_argument("--fp8_exclude_modules", nargs="*", default=[], help="of the training run")
     args = parser.parse_args(argv)
     try:

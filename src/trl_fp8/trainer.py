@@ -58,7 +58,7 @@ class FP8GRPOTrainer(PolicyHost, ReferencePrecision, WholeCheckpoints):
 
     def __init__(self, model, reward_funcs=None, args: FP8GRPOConfig | None = None, *positional: Any, **kwargs: Any):
         if args is None:
-            name = model if isinstance(model, str) else model.config._name_or_path
+            name = model if isinstance(model, str) else model.config.name_or_path
             args = FP8GRPOConfig(f"{name.split('/')[-1]}-FP8-GRPO")
         given = inspect.signature(GRPOTrainer).bind_partial(model, reward_funcs, args, *positional, **kwargs)
         checks.check_arguments(args, model, given.arguments.get("quantization_config"))
@@ -66,7 +66,12 @@ class FP8GRPOTrainer(PolicyHost, ReferencePrecision, WholeCheckpoints):
         self._window = MetricWindow()
         self._batch = BatchRecord()
         self.conversion_report: ConversionReport | None = None
-        self._emulated = args.fp8_recipe != "none" and device.prepare(args)
+        recipe = args.fp8_recipe
+        self._emulated = recipe != "none" and device.resolve_emulation(recipe, args.fp8_emulate, args.device)
+        if recipe != "none" and not self._emulated:
+            args.pad_to_multiple_of = checks.padding_for_kernels(
+                recipe, args.bf16, args.pad_to_multiple_of, args._pad_to_multiple_of_is_auto
+            )
         self._prepared = False
         self._alarms_raised: set[str] = set()
 

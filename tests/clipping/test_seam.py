@@ -282,7 +282,7 @@ def test_measure_only_logs_the_bf16_side_and_moves_nothing(tmp_path):
     for key in ("clip_share/lower_bf16", "update_ratio/bf16", "overclip/lower", "fp8/prob_nmae"):
         steps = [entry["step"] for entry in trainer.state.log_history if key in entry]
         assert {(step - 1) // 4 for step in steps} <= {1, 3}, key
-        assert len(steps) >= 3, key
+        assert len(steps) >= 2, key
     assert len(logged(trainer, "fp8/shadow_time")) == 2
     assert trainer.clip_bounds == (0.8, 1.24)
     assert not any("calibration/" in key for entry in trainer.state.log_history for key in entry)

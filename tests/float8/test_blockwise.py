@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from trl_fp8.float8 import blockwise, float8_config
+from trl_fp8.float8 import blockwise
 from trl_fp8.float8.blockwise import BLOCK, BlockwiseConfig, BlockwiseLinear
 from trl_fp8.float8.linear import SwitchableFloat8Linear
+from trl_fp8.float8.recipes import float8_config
 
 
 E4M3 = sorted(
@@ -226,7 +227,7 @@ def accuracy(recipe: str, kind: str) -> tuple[float, float, float]:
     if recipe == "blockwise":
         layer = BlockwiseLinear.from_float(copy.deepcopy(linear), BlockwiseConfig(True))
     else:
-        layer = SwitchableFloat8Linear.from_float(copy.deepcopy(linear), config=float8_config(recipe, "none", True))
+        layer = SwitchableFloat8Linear.from_float(copy.deepcopy(linear), config=float8_config(recipe, False, True))
     x = x.requires_grad_()
     output = layer(x)
     output.backward(gradient)

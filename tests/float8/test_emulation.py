@@ -5,7 +5,10 @@ import torch
 from torch import nn
 
 from trl_fp8 import _upstream
-from trl_fp8.float8 import emulation, layer_factory
+from trl_fp8.float8 import convert_model, emulation, layer_factory
+
+
+MATMUL = torch.ops.aten.mm.default
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
@@ -35,15 +38,44 @@ def test_the_faster_matmul_equals_torchaos_own(recipe, tokens, monkeypatch):
         return output, *torch.autograd.grad(output, (x, layer.weight), gradient)
 
     calls = []
-    decode = emulation.decode
-    monkeypatch.setattr(emulation, "decode", lambda quantized: calls.append(1) or decode(quantized))
-    ours = run()
+    monkeypatch.setitem(_upstream.FLOAT8_OPS_TABLE, MATMUL, _upstream._torchao_matmul)
+    theirs = run()
+    _upstream.decode_emulated_matmuls_by(lambda quantized: calls.append(1) or emulation.decode(quantized))
+    assert all(torch.equal(a, b) for a, b in zip(run(), theirs, strict=True))
     assert calls
-    calls.clear()
-    mm = torch.ops.aten.mm.default
-    monkeypatch.setitem(_upstream.FLOAT8_OPS_TABLE, mm, emulation._torchao_matmul)
-    assert all(torch.equal(a, b) for a, b in zip(ours, run(), strict=True))
-    assert not calls
+
+
+def test_torchaos_table_is_changed_by_a_conversion_that_emulates_on_a_cpu_and_by_nothing_else(tiny_model, monkeypatch):
+    monkeypatch.setitem(_upstream.FLOAT8_OPS_TABLE, MATMUL, _upstream._torchao_matmul)
+    layer_factory("rowwise", "none", True)(nn.Linear(96, 64))
+    with torch.device("meta"):
+        convert_model(nn.Sequential(nn.Linear(32, 32)), "rowwise")
+    convert_model(nn.Sequential(nn.Linear(32, 32)), "rowwise", emulate=False)
+    assert _upstream.FLOAT8_OPS_TABLE[MATMUL] is _upstream._torchao_matmul
+    convert_model(tiny_model, "rowwise")
+    assert _upstream.FLOAT8_OPS_TABLE[MATMUL] is not _upstream._torchao_matmul
+
+
+def test_what_is_not_emulated_stays_torchaos(monkeypatch):
+    """Also after the table was changed twice: a wrapper around a wrapper would decode by both."""
+    calls = {"first": 0, "second": 0}
+
+    def counting(name):
+        def decode(quantized):
+            calls[name] += 1
+            return quantized.float()
+
+        return decode
+
+    monkeypatch.setitem(_upstream.FLOAT8_OPS_TABLE, MATMUL, _upstream._torchao_matmul)
+    _upstream.decode_emulated_matmuls_by(counting("first"))
+    _upstream.decode_emulated_matmuls_by(counting("second"))
+    layer_factory("rowwise", "none", True)(nn.Linear(32, 16))(torch.randn(4, 32))
+    assert calls == {"first": 0, "second": 2}
+    layer_factory("tensorwise", "none", False)(nn.Linear(32, 16, dtype=torch.bfloat16))(
+        torch.randn(16, 32, dtype=torch.bfloat16)
+    )
+    assert calls == {"first": 0, "second": 2}
 
 
 # dynamo instantiates the autograd functions it traces into

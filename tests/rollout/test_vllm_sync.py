@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import resource
 
 import pytest
 import torch
@@ -10,6 +9,7 @@ import torch
 
 pytest.importorskip("vllm")
 
+from memory_run import resident
 from vllm_helpers import build_policy, save_policy, score, start_engine
 
 from trl_fp8.rollout import _upstream
@@ -164,11 +164,12 @@ def syncs_do_not_grow(engine, num_syncs):
     for _ in range(5):
         engine.sync_weights()
     gc.collect()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = resident()
     for _ in range(num_syncs):
         engine.sync_weights()
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before  # KiB
-    assert grown < 8 * 1024, f"{grown} KiB in {num_syncs} syncs"
+    gc.collect()
+    grown = resident() - before
+    assert grown < 8 * 2**20, f"{grown} bytes in {num_syncs} syncs"
 
 
 def test_memory_is_flat_over_50_syncs(engine):

@@ -22,24 +22,17 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from transformers import TrainerCallback
 
-from .._upstream import Float8LinearConfig, Float8TrainingTensor, amax_to_scale, gathered_weight, quantize_shard
+from .._upstream import (
+    FSDP2_OPERATIONS,
+    Float8LinearConfig,
+    Float8TrainingTensor,
+    amax_to_scale,
+    disabled_torch_function,
+    gathered_weight,
+    quantize_shard,
+    version,
+)
 from .linear import SwitchableFloat8Linear
-
-
-_aten = torch.ops.aten
-# By these FSDP2 cuts, pads and moves a parameter; `nn.Parameter`, `Module.to` and `deepcopy` make a new one. All other
-# operations give ordinary tensors, so that optimizer states, views and what is saved are ordinary
-_KEEP_CLASS = {
-    _aten.new_zeros.default,
-    _aten.new_empty.default,
-    _aten.empty_like.default,
-    _aten.split.Tensor,
-    _aten.slice.Tensor,
-    _aten.detach.default,
-    _aten.clone.default,
-    _aten._to_copy.default,
-    _aten._pin_memory.default,
-}
 
 
 class Float8Shard(Tensor):
@@ -50,12 +43,12 @@ class Float8Shard(Tensor):
     without rounding first.
     """
 
-    __torch_function__ = cast(Any, torch._C._disabled_torch_function_impl)
+    __torch_function__ = disabled_torch_function
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None) -> Any:
         output = cast(Any, super()).__torch_dispatch__(func, types, args, kwargs or {})
-        if func not in _KEEP_CLASS:
+        if func not in FSDP2_OPERATIONS:  # optimizer states, views and what is saved are ordinary tensors
             return output
         if isinstance(output, Sequence):
             return [part.as_subclass(cls) for part in output]
@@ -151,7 +144,7 @@ def _versions(weight: Tensor) -> tuple[int, int]:
     """
     with torch.no_grad():
         local = weight.to_local() if isinstance(weight, DTensor) else weight
-    return weight._version, local._version
+    return version(weight), version(local)
 
 
 @torch.no_grad()
@@ -162,8 +155,9 @@ def refresh_scales(modules: Iterable[nn.Module]) -> int:
     """
     layers = [m for m in modules if isinstance(m, GatheredFloat8Linear) and isinstance(m.weight, DTensor)]
     if layers:
-        weights: Any = [layer.weight for layer in layers]
-        norms: Any = torch.stack(torch._foreach_norm(weights, ord=math.inf, dtype=torch.float32))
+        norms: Any = torch.stack(
+            [torch.linalg.vector_norm(layer.weight, ord=math.inf, dtype=torch.float32) for layer in layers]
+        )
         for layer, amax in zip(layers, norms.full_tensor(), strict=True):
             layer.remember_amax(amax)
     return len(layers)
@@ -173,21 +167,20 @@ class Float8ScaleCallback(TrainerCallback):
     """Refreshes scales where weights change: when a run starts or was loaded, and after each optimizer step.
 
     Args:
-        reference: a model that follows the policy (`sync_ref_model`) at the end of a step, if there is one.
+        follower: a second model, whose weights follow (`sync_ref_model`) at the end of a step, if there is one.
     """
 
-    def __init__(self, reference: nn.Module | None = None):
-        self.reference = reference
+    def __init__(self, follower: nn.Module | None = None):
+        self.follower = follower
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         refresh_scales(model.modules())
 
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        refresh_scales(model.modules())
+    on_optimizer_step = on_train_begin
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.reference is not None and args.sync_ref_model:
-            refresh_scales(self.reference.modules())
+        if self.follower is not None and args.sync_ref_model:
+            refresh_scales(self.follower.modules())
 
 
 def check_shards(model: nn.Module, num_shards: int) -> None:

@@ -67,10 +67,15 @@ def quantize_blocks(weight: Tensor, power_of_2: bool = False) -> tuple[Tensor, T
         `Tensor` of shape `(R, 128, C, 128)`, e4m3, zero-padded, and `Tensor` of shape `(R, 1, C, 1)`, FP32: what a
         value has to be multiplied by to get back. R = ceil(N / 128), C = ceil(K / 128).
     """
+    blocks = whole_blocks(weight)
+    return _quantize(blocks, blocks.abs().amax(dim=(1, 3), keepdim=True), power_of_2)
+
+
+def whole_blocks(weight: Tensor) -> Tensor:
+    """`weight` `(N, K)`, zero-padded, as `(R, 128, C, 128)`: R x C blocks of 128x128."""
     rows, columns = weight.shape
     padded = F.pad(weight, (0, -columns % BLOCK, 0, -rows % BLOCK))
-    blocks = padded.reshape(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
-    return _quantize(blocks, blocks.abs().amax(dim=(1, 3), keepdim=True), power_of_2)
+    return padded.reshape(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
 
 
 def _quantize(x: Tensor, amax: Tensor, power_of_2: bool) -> tuple[Tensor, Tensor]:

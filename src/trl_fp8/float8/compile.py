@@ -3,26 +3,22 @@
 One graph serves all layers and all lengths: the sequence length is a symbol from the start, so that a run compiles
 once for passes with gradients and once for those without, however its batches vary. What runs eagerly all the same:
 
-    shadow passes   so that the reference is bit for bit the unconverted model; they are rare
+    shadow passes   so that the BF16 side is bit for bit the unconverted model; they are rare
     generation      a cache that grows by a token would be a graph of its own, and pays for nothing
 """
 
 import contextlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torchao.float8 import convert_to_float8_training
 
-from ..config import FP8GRPOConfig
+from .._upstream import compile_up_to
 
 
-if TYPE_CHECKING:
-    from trl import GRPOTrainer as _Base
-else:
-    _Base = object  # the parent is TRL's trainer by the order of bases
-
+# With and without gradients, mask (transformers drops one without padding), adapter and reference: more than torch's 8
 _MAX_GRAPHS = 32
 
 
@@ -47,11 +43,7 @@ def compile_layers(model: Any, backend: str | Callable = "inductor") -> int:
     # torchao works around a miscompiled cast (triton-lang/triton#11111) in its public entry point, which we do not
     # convert with. On a module without linears that is all it does
     convert_to_float8_training(nn.Sequential())
-    # DDP would cut each layer's graph at its buckets, and cannot cut one that recomputes activations (pytorch#104674).
-    # Layers are small enough for gradients to overlap with the backward pass uncut
-    torch._dynamo.config.optimize_ddp = False
-    # With and without gradients, mask (transformers drops one without padding), adapter and reference: more than 8
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_GRAPHS)
+    compile_up_to(_MAX_GRAPHS)
     layers = decoder_layers(model)
     for layer in layers:
         layer.compile(backend=backend, dynamic=True)
@@ -61,13 +53,3 @@ def compile_layers(model: Any, backend: str | Callable = "inductor") -> int:
 def eagerly(compiled: bool) -> contextlib.AbstractContextManager:
     """Context in which compiled layers run as they are written; nothing where nothing is compiled."""
     return torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
-
-
-class EagerGeneration(_Base):
-    """Part of the trainer: generates without the compiled graphs."""
-
-    args: FP8GRPOConfig
-
-    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-        with eagerly(self.args.fp8_compile):
-            return super()._generate_single_turn(*args, **kwargs)

@@ -1,13 +1,4 @@
-"""FP8 training linears through TorchAO: recipes, in-place conversion with a report, and the BF16 shadow switch.
-
-A linear layer runs three matmuls: output = x W^T, grad_x = g W, grad_W = g^T x. A recipe says at which granularity the
-six operands are scaled before they are cast to FP8 (S_X = max|X| / F_max over the whole tensor, or over each row), in
-which format (e4m3, F_max = 448; e5m2, F_max = 57344), and which matmuls stay in high precision:
-
-    tensorwise           one scale per tensor; gradients in e5m2
-    rowwise              one scale per row of the reduced dimension; e4m3 everywhere
-    rowwise_with_gw_hp   rowwise output, grad_x with a tensorwise weight, grad_W in high precision
-    blockwise            one scale per 128 neighbours, per 128x128 block of a weight (`blockwise.py`)
+"""In-place conversion of a model to FP8 training linears, with a report of what was converted.
 
 Parameters stay what they were (FP32 or BF16 masters, same names, same objects): the cast happens inside the forward.
 So one flag is enough to run the unconverted model on the same weights, see [`high_precision`].
@@ -24,9 +15,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .._upstream import Float8Linear, adapter_modules, module_hooks, swap_linear_layers
+from .._upstream import Float8Linear, adapter_modules, decode_emulated_matmuls_by, module_hooks, swap_linear_layers
+from .emulation import decode
 from .linear import SwitchableLinear
-from .recipes import FEATURE_MULTIPLE, RECIPES, layer_factory
+from .recipes import RECIPES, layer_factory
 
 
 _ROUTER_NAMES = {"gate", "router", "router_gate", "shared_expert_gate"}
@@ -41,7 +33,7 @@ class ConversionReport:
         emulated: whether FP8 matmuls are emulated.
         converted: fully qualified names of the linears now in FP8.
         kept: name of each linear left as it was, with the reason.
-        num_fused_expert_parameters: parameters of fused (3-D) experts. They are no linears and stay as they were.
+        num_fused_expert_parameters: parameters of fused (3-D) experts. They are not linears and stay as they were.
     """
 
     recipe: str
@@ -75,12 +67,12 @@ def convert_model(
 
     Args:
         model: a `PreTrainedModel` or a PEFT model around one, on one device, before anything hooks its linears.
-        recipe: `"tensorwise"`, `"rowwise"`, `"rowwise_with_gw_hp"` or `"blockwise"`.
+        recipe: a name of `RECIPES`.
         exclude: patterns of layers to keep, matched with `fnmatch` against the full name or a dotted suffix of it
             (`lm_head` matches `model.lm_head`, not `lm_head2`). Output embeddings, routers, adapter layers and shapes
             FP8 kernels cannot take are always kept.
         scale_rounding: `"none"` or `"power_of_2"`.
-        emulate: see [`~trl_fp8.kernels.resolve_emulation`].
+        emulate: see [`~trl_fp8.float8.device.resolve_emulation`]; makes torchao's faster on CPUs, for the process.
         fsdp_all_gather: whether FSDP2 will gather weights in FP8 (tensorwise). The weights are then new parameters on
             the same memory.
 
@@ -92,14 +84,12 @@ def convert_model(
             (already converted, spread over devices, offloaded, hooked).
     """
     if recipe not in RECIPES:
-        raise ValueError(
-            f"fp8_recipe={recipe!r} is not a recipe this package builds. Use one of {', '.join(RECIPES)}."
-        )
+        known = "; ".join(f"{name!r}: {record.description}" for name, record in RECIPES.items())
+        raise ValueError(f"fp8_recipe={recipe!r} is not a recipe this package builds. Use one of these. {known}.")
     _refuse_unsafe(model)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     _refuse_shared(model)
-    # A blockwise layer pads its operands itself
-    reasons = _kept_reasons(model, linears, exclude, multiple=1 if recipe == "blockwise" else FEATURE_MULTIPLE)
+    reasons = _kept_reasons(model, linears, exclude, RECIPES[recipe].feature_multiple)
     converted = tuple(name for name in linears if name not in reasons)
     if not converted:
         found = Counter(reasons.values())
@@ -111,6 +101,8 @@ def convert_model(
     for name in converted:
         _refuse_hooked(name, linears[name])
 
+    if emulate and any(linears[name].weight.device.type == "cpu" for name in converted):
+        decode_emulated_matmuls_by(decode)
     names, from_float = set(converted), layer_factory(recipe, scale_rounding, emulate, fsdp_all_gather)
     swap_linear_layers(model, from_float, module_filter_fn=lambda module, name: name in names)
     return ConversionReport(
@@ -205,11 +197,8 @@ def _kept_reasons(
 
 def _embedding_parameters(model: nn.Module) -> set[int]:
     """Ids of the input and output embedding weights, whatever they are called, tied or not, wrapped or not."""
-    modules = []
-    for getter in ("get_output_embeddings", "get_input_embeddings"):
-        module = getattr(model, getter, lambda: None)()
-        if module is not None:
-            modules.append(module)
+    getters = (getattr(model, f"get_{side}_embeddings", lambda: None) for side in ("output", "input"))
+    modules = [module for getter in getters if (module := getter()) is not None]
     return {id(p) for module in modules for p in module.parameters() if len(whole_shape(p)) == 2}
 
 

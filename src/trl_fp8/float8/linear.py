@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from .._upstream import Float8Linear, matmul_with_hp_or_float8_args
+from .._upstream import Float8Linear, matmul_with_hp_or_float8_args, without_view
 
 
 class SwitchableLinear(nn.Linear):
@@ -60,10 +60,7 @@ class Float8Matmul(torch.autograd.Function):
         output = matmul_with_hp_or_float8_args.forward(ctx, rows, weight.t(), linear_mm_config, config)
         needed = rows if ctx.needs_input_grad[1] else rows[:, :_FROZEN_COLUMNS].contiguous()
         ctx.save_for_backward(needed, weight)  # in place of the view
-        # torchao returns a view of its matmul's output, and autograd forbids to change those in place (OLMo's clamp,
-        # AdaLoRA)
-        whole = output._base
-        return output if whole is None or whole.shape != output.shape else whole
+        return without_view(output)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor):

@@ -20,6 +20,7 @@ from transformers import AutoConfig
 
 from ..config import FP8GRPOConfig
 from ..float8.convert import ConversionReport
+from ..float8.recipes import RECIPES
 from . import _upstream, layer_table, same_model, server_checks
 from .engine import SyncedEngine
 from .layer_table import engine_layers, ignored_by_engine
@@ -93,7 +94,7 @@ class RolloutEngine(SyncedEngine):
         asked_for = "quantization_config" in (settings.vllm_engine_kwargs or {})
         recipe = "none" if self._report is None else self._report.recipe
         told = [layer_table.check(self.parity, recipe, settings.rollout_quantization, asked_for)]
-        if recipe == "blockwise":
+        if recipe != "none" and RECIPES[recipe].engine_rounds_somewhere:
             told.append(scale_rule_warning(settings, _upstream.engine_rounds_block_scales()))
         for message in filter(None, told):
             logger.warning(message)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from ..float8.convert import ConversionReport
+from ..float8.recipes import RECIPES
 
 
 # Fused layers of vLLM's decoder models. The engine's own table is read once it runs; names to ignore are needed before
@@ -99,7 +100,8 @@ def compare(
         layers: of [`engine_layers`].
         fused: layer of the engine -> linears of the trainer, by their last names.
     """
-    rounding = "FP32 scales" if scale_rounding == "none" or report is None or report.recipe == "tensorwise" else "2^n"
+    rounds = scale_rounding != "none" and report is not None and RECIPES[report.recipe].takes_scale_rounding
+    rounding = "2^n" if rounds else "FP32 scales"
     converted = set() if report is None else {engine_name(name) for name in report.converted}
     rows = []
     for name, method in layers.items():

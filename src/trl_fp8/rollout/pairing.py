@@ -5,41 +5,24 @@ activations, and how a scale is rounded. Mismatches are means of |log pi_trainer
 in nats: SmolLM2-135M, 177 tokens, one seed, vLLM 0.31 on a CPU (`benchmarks/mismatch.py` measures your own model).
 """
 
+import math
 from typing import Any
 
+from ..float8.recipes import RECIPES
 
-# recipe -> vLLM's name of the same granularity
-ROLLOUT_PAIRS = {
-    "none": "none",
-    "tensorwise": "fp8_per_tensor",
-    "rowwise": "fp8_per_channel",
-    "rowwise_with_gw_hp": "fp8_per_channel",
-    "blockwise": "fp8_per_block",
-}
-# (forward of the trainer, engine) -> measured mismatch. rowwise_with_gw_hp has the forward of rowwise
-MISMATCH = {
-    ("none", "none"): 0.046,
-    ("none", "fp8_per_channel"): 0.196,
-    ("none", "fp8_per_tensor"): 0.172,
-    ("rowwise", "none"): 0.174,
-    ("rowwise", "fp8_per_channel"): 0.159,
-    ("rowwise", "fp8_per_tensor"): 0.226,
-    ("rowwise, power-of-two scales", "none"): 0.184,
-    ("rowwise, power-of-two scales", "fp8_per_channel"): 0.243,
-    ("rowwise, power-of-two scales", "fp8_per_tensor"): 0.231,
-    ("tensorwise", "none"): 0.180,
-    ("tensorwise", "fp8_per_channel"): 0.249,
-    ("tensorwise", "fp8_per_tensor"): 0.195,
-}
+
+# engine -> measured mismatch beside BF16 training; those of the recipes are in their records
+_BF16_MISMATCH = {"none": 0.046, "fp8_per_channel": 0.196, "fp8_per_tensor": 0.172}
 # The log of a product of T token ratios has a variance of about 2 k3 T. With the k3 = 0.004 that FP8 rollouts reach at
 # best (NeMo-RL's gate), its deviation passes ln 2, the limit of C = 2, at T = 60
 LONG_RESPONSE = 64
-_POWER_OF_2 = ", power-of-two scales"
 
 
 def resolve_quantization(vllm_quantization: str, recipe: str) -> str:
     """The engine's quantisation: `"auto"` is the pair of `recipe`."""
-    return ROLLOUT_PAIRS[recipe] if vllm_quantization == "auto" else vllm_quantization
+    if vllm_quantization != "auto":
+        return vllm_quantization
+    return "none" if recipe == "none" else RECIPES[recipe].engine_quantization
 
 
 def rollout_warnings(args: Any) -> list[str]:
@@ -74,13 +57,16 @@ def scale_rule_warning(args: Any, engine_rounds: bool) -> str | None:
         args: of the run.
         engine_rounds: whether the engine's block scales are powers of two (UE8M0).
     """
-    rounds = args.fp8_scale_rounding == "power_of_2"
-    if args.fp8_recipe != "blockwise" or args.rollout_quantization != "fp8_per_block" or rounds == engine_rounds:
+    rounds, record = args.fp8_scale_rounding == "power_of_2", RECIPES.get(args.fp8_recipe)
+    if record is None or not record.engine_rounds_somewhere or rounds == engine_rounds:
+        return None
+    if args.rollout_quantization != record.engine_quantization:
         return None
     rule, fitting = ("powers of two", "power_of_2") if engine_rounds else ("FP32 numbers", "none")
     return (
-        f"fp8_scale_rounding={args.fp8_scale_rounding!r} with vLLM in 'fp8_per_block': on this device the engine's "
-        f"scales are {rule}, so nine in ten FP8 values differ (docs/numerics.md). Set fp8_scale_rounding={fitting!r}."
+        f"fp8_scale_rounding={args.fp8_scale_rounding!r} with vLLM in {record.engine_quantization!r}: on this device "
+        f"the engine's scales are {rule}, so nine in ten FP8 values differ (docs/numerics.md). Set "
+        f"fp8_scale_rounding={fitting!r}."
     )
 
 
@@ -90,25 +76,28 @@ def pair_warning(recipe: str, scale_rounding: str, quantization: str) -> str | N
         return None
     per_tensor = quantization in ("fp8", "fp8_per_tensor")
     engine = "fp8_per_tensor" if per_tensor else quantization
-    forward = "rowwise" if recipe == "rowwise_with_gw_hp" else recipe
-    rounded = scale_rounding == "power_of_2" and recipe not in ("none", "tensorwise")
-    if recipe == "none":
+    record = RECIPES.get(recipe)  # of BF16 training there is none
+    rounded = record is not None and record.takes_scale_rounding and scale_rounding == "power_of_2"
+    if record is None:
         reason = "the engine quantises and the trainer does not"
     elif quantization == "none":
         reason = "the trainer quantises and the engine does not"
-    elif engine != ROLLOUT_PAIRS[recipe]:
-        reason = f"they scale at different granularity ({ROLLOUT_PAIRS[recipe]} is the pair)"
-    elif rounded and recipe != "blockwise":  # blockwise engines round on some GPUs: `scale_rule_warning`
+    elif engine != record.engine_quantization:
+        reason = f"they scale at different granularity ({record.engine_quantization} is the pair)"
+    elif rounded and not record.engine_rounds_somewhere:  # where it does: `scale_rule_warning`
         reason = "the trainer rounds scales to powers of two and vLLM does not"
     elif per_tensor:
         reason = "the engine scales q, k and v (and gate and up) by one number, the trainer by one each"
     else:
         return None
-    measured = MISMATCH.get((forward + (_POWER_OF_2 if rounded else ""), engine))
+    table = _BF16_MISMATCH if record is None else record.mismatch_rounded if rounded else record.mismatch
+    measured = table.get(engine)
     distance = "not measured for this pair" if measured is None else f"{measured} nats a token on a 135M model"
-    best = MISMATCH["rowwise", "fp8_per_channel"]
+    best = min(RECIPES.values(), key=lambda other: other.mismatch.get(other.engine_quantization, math.inf))
+    least = best.mismatch[best.engine_quantization]
     setting = f"fp8_recipe={recipe!r}" + (f", fp8_scale_rounding={scale_rounding!r}" if rounded else "")
     return (
-        f"{setting} with vLLM in {quantization!r}: {reason}. Mismatch of log-probs: {distance}, against {best} of "
-        "fp8_recipe='rowwise' with 'fp8_per_channel'. Importance sampling corrects for it; watch mismatch/*."
+        f"{setting} with vLLM in {quantization!r}: {reason}. Mismatch of log-probs: {distance}, against {least} of "
+        f"fp8_recipe={best.name!r} with {best.engine_quantization!r}. Importance sampling corrects for it; watch "
+        "mismatch/*."
     )
