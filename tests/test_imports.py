@@ -29,10 +29,11 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 300, 60
 ROOMS = {
     "_upstream": (set(), {"peft", "torch", "torchao", "transformers", "trl"}),
     "float8": ({"_upstream"}, {"torch", "torchao", "transformers"}),
-    "clipping": ({"resume"}, {"torch", "transformers"}),
-    "diagnostics": ({"clipping"}, {"torch"}),
+    "reductions": (set(), {"torch"}),
+    "clipping": ({"reductions"}, {"torch", "transformers"}),
+    "diagnostics": ({"clipping", "reductions"}, {"torch"}),
     "config_checks": ({"clipping", "float8"}, set()),
-    "config": ({"clipping", "config_checks", "rollout"}, {"trl"}),
+    "config": ({"clipping", "config_checks", "diagnostics", "float8"}, {"trl"}),
     "distributed": ({"config", "float8"}, {"torch"}),
     "rollout": (
         {"config", "float8"},
@@ -42,18 +43,16 @@ ROOMS = {
         {"clipping", "config", "config_checks", "distributed", "float8"},
         {"datasets", "torch", "transformers"},
     ),
-    "resume": (set(), {"transformers"}),
-    "policy_host": ({"checks", "clipping", "config", "diagnostics", "resume"}, {"transformers", "trl"}),
-    "checkpoints": ({"_upstream", "config", "distributed"}, {"trl"}),
+    "checkpoints": ({"_upstream", "config", "diagnostics", "distributed"}, {"transformers", "trl"}),
+    "policy_host": ({"checkpoints", "checks", "clipping", "config", "diagnostics", "reductions"}, {"torch", "trl"}),
+    "reference": ({"config", "float8"}, {"transformers", "trl"}),
     "plain_checkpoint": ({"checkpoints"}, {"safetensors", "torch"}),
     "export": ({"float8", "plain_checkpoint", "rollout"}, {"safetensors", "torch", "transformers"}),
-    "reference": ({"config", "float8"}, {"torch", "transformers", "trl"}),
     "startup": ({"clipping", "config", "float8"}, set()),
     "trainer": (
         {
             "checkpoints",
             "checks",
-            "clipping",
             "config",
             "diagnostics",
             "distributed",
@@ -68,9 +67,10 @@ ROOMS = {
     "__init__": (set(), set()),  # lazy: by name
 }
 # Modules that know tensors and numbers only
-PURE = {name for name in MODULES if name.startswith(("clipping.", "diagnostics."))} - {
-    "clipping.policy",
+PURE = {name for name in MODULES if name.startswith(("clipping.", "diagnostics.", "reductions"))} - {
     "clipping.calibrated",
+    "clipping.policy",
+    "clipping.registry",
 }
 # Outside the `_upstream` modules, libraries are used by the names their root exports. The exceptions are what the
 # library's own documentation tells users to import from a submodule.

@@ -8,7 +8,7 @@ from trl import GRPOConfig
 from . import config_checks
 from .clipping.search import ClipSearch
 from .diagnostics.record import MeasureSettings
-from .rollout.pairing import resolve_quantization
+from .float8.recipes import RECIPES
 
 
 @dataclass
@@ -308,7 +308,11 @@ class FP8GRPOConfig(GRPOConfig):
     @property
     def rollout_quantization(self) -> str:
         """Quantisation of the vLLM engine, `"auto"` resolved; `"none"` without vLLM."""
-        return resolve_quantization(self.vllm_quantization, self.fp8_recipe) if self.use_vllm else "none"
+        if not self.use_vllm:
+            return "none"
+        if self.vllm_quantization != "auto":
+            return self.vllm_quantization
+        return "none" if self.fp8_recipe == "none" else RECIPES[self.fp8_recipe].engine_quantization
 
     @property
     def micro_batches_per_generation(self) -> int:
