@@ -112,8 +112,8 @@ BAD_VALUES = [
     ({"use_vllm": True, "vllm_engine_kwargs": '{"seed":'}, "is no mapping .* JSON object such as .*Expecting value"),
     ({"use_vllm": True, "vllm_mode": "foo"}, "vllm_mode='foo' is not one of .* colocate, server"),
     ({"use_vllm": True, "vllm_quantization": "compressed-tensors"}, "checkpoints quantised beforehand"),
-    ({"vllm_canary_interval": -1}, "vllm_canary_interval=-1"),
-    ({"vllm_canary_max_jump": 1.0}, "vllm_canary_max_jump=1.0"),
+    ({"vllm_sync_check_interval": -1}, "vllm_sync_check_interval=-1"),
+    ({"vllm_sync_check_max_ratio": 1.0}, "vllm_sync_check_max_ratio=1.0"),
     (
         {"use_vllm": True, "vllm_kv_cache_dtype": "fp8", "vllm_enable_sleep_mode": True},
         "vllm_kv_cache_dtype='fp8' with vllm_enable_sleep_mode=True",

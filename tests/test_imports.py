@@ -68,7 +68,8 @@ PURE = {name for name in MODULES if name.startswith(("clipping.", "diagnostics."
 # Outside the `_upstream` modules, libraries are used by the names their root exports. The exceptions are what the
 # library's own documentation tells users to import from a submodule.
 DOCUMENTED = {
-    "accelerate.utils": {"broadcast_object_list"},
+    # broadcast_object_list: docs of accelerate, "Utility functions". The other two are what TRL and transformers ask.
+    "accelerate.utils": {"broadcast_object_list", "find_tied_parameters", "is_peft_model"},
     "torchao.float8": {"convert_to_float8_training"},
     "transformers.trainer_callback": {"ExportableState"},
 }

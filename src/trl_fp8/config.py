@@ -72,10 +72,10 @@ class FP8GRPOConfig(GRPOConfig):
             Data type of the engine's KV cache, e.g. `"fp8"`. A server must have been started with it.
         vllm_engine_kwargs (`dict`, *optional*):
             Further keyword arguments of a colocated engine.
-        vllm_canary_interval (`int`, defaults to `1`):
+        vllm_sync_check_interval (`int`, defaults to `1`):
             Weight syncs between two comparisons of trainer and engine on a fixed prompt (a forward of 32 tokens on
             each side). 0 turns them off. Chosen by us.
-        vllm_canary_max_jump (`float`, defaults to `5.0`):
+        vllm_sync_check_max_ratio (`float`, defaults to `5.0`):
             Largest difference of log-probs on that prompt, in multiples of the first sync's; beyond it the run stops.
             Chosen by us.
 
@@ -180,13 +180,13 @@ class FP8GRPOConfig(GRPOConfig):
     vllm_engine_kwargs: dict | str | None = field(
         default=None, metadata={"help": "Further keyword arguments of a colocated vLLM engine."}
     )
-    vllm_canary_interval: int = field(
+    vllm_sync_check_interval: int = field(
         default=1,
         metadata={
             "help": "Weight syncs between two comparisons of trainer and engine on a fixed prompt. 0 turns them off."
         },
     )
-    vllm_canary_max_jump: float = field(
+    vllm_sync_check_max_ratio: float = field(
         default=5.0,
         metadata={
             "help": "Largest difference of log-probs on the fixed prompt, in multiples of the first sync's; beyond it "

@@ -91,10 +91,11 @@ def check_values(args: "FP8GRPOConfig", own_fields: Iterable[str]) -> None:
             f"calibration_interval={args.calibration_interval} never comes round. Set a number of generation "
             "batches >= 1, or use_calibrated_clipping=False to keep the bounds fixed."
         )
-    if args.vllm_canary_interval < 0 or args.vllm_canary_max_jump <= 1:
+    if args.vllm_sync_check_interval < 0 or args.vllm_sync_check_max_ratio <= 1:
         raise ValueError(
-            f"vllm_canary_interval={args.vllm_canary_interval} and vllm_canary_max_jump={args.vllm_canary_max_jump} "
-            "would compare never or stop at the first sync. Set an interval >= 0 (0: off) and a jump > 1."
+            f"vllm_sync_check_interval={args.vllm_sync_check_interval} and vllm_sync_check_max_ratio="
+            f"{args.vllm_sync_check_max_ratio} would compare never or stop at the first sync. Set an interval >= 0 "
+            "(0: off) and a ratio > 1."
         )
     args.clip_search.check_start(args.clip_lower_init, args.clip_upper_init)
     if args.fp8_fsdp_all_gather and args.fp8_recipe != "tensorwise":

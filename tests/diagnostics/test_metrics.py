@@ -240,8 +240,8 @@ FIXED_KEYS = {
     "fp8/num_converted_modules",
     "fp8/shadow_time",
     "mismatch/ess",
-    "rollout/canary",
-    "rollout/canary_floor",
+    "rollout/sync_logp_diff",
+    "rollout/sync_logp_diff_first",
     "rollout/sync_bytes",
     "rollout/sync_time",
 }

@@ -1,8 +1,8 @@
 """Which quantisation of the rollout engine goes with which training recipe, and what a mixed pair costs.
 
 Trainer and engine are closest when both scale the same values by the same rule: the granularity of weights and
-activations, and how a scale is rounded. Mismatches are means of |log pi_trainer - log pi_engine| over sampled tokens,
-in nats: SmolLM2-135M, 177 tokens, one seed, vLLM 0.31 on a CPU (`benchmarks/mismatch.py` measures your own model).
+activations, and how a scale is rounded. `docs/numerics.md` has the measured mismatch of each pair, and
+`benchmarks/mismatch.py` measures your own model.
 """
 
 from typing import Any
@@ -16,25 +16,9 @@ ROLLOUT_PAIRS = {
     "rowwise_with_gw_hp": "fp8_per_channel",
     "blockwise": "fp8_per_block",
 }
-# (forward of the trainer, engine) -> measured mismatch. rowwise_with_gw_hp has the forward of rowwise
-MISMATCH = {
-    ("none", "none"): 0.046,
-    ("none", "fp8_per_channel"): 0.196,
-    ("none", "fp8_per_tensor"): 0.172,
-    ("rowwise", "none"): 0.174,
-    ("rowwise", "fp8_per_channel"): 0.159,
-    ("rowwise", "fp8_per_tensor"): 0.226,
-    ("rowwise, power-of-two scales", "none"): 0.184,
-    ("rowwise, power-of-two scales", "fp8_per_channel"): 0.243,
-    ("rowwise, power-of-two scales", "fp8_per_tensor"): 0.231,
-    ("tensorwise", "none"): 0.180,
-    ("tensorwise", "fp8_per_channel"): 0.249,
-    ("tensorwise", "fp8_per_tensor"): 0.195,
-}
 # The log of a product of T token ratios has a variance of about 2 k3 T. With the k3 = 0.004 that FP8 rollouts reach at
 # best (NeMo-RL's gate), its deviation passes ln 2, the limit of C = 2, at T = 60
 LONG_RESPONSE = 64
-_POWER_OF_2 = ", power-of-two scales"
 
 
 def resolve_quantization(vllm_quantization: str, recipe: str) -> str:
@@ -42,8 +26,13 @@ def resolve_quantization(vllm_quantization: str, recipe: str) -> str:
     return ROLLOUT_PAIRS[recipe] if vllm_quantization == "auto" else vllm_quantization
 
 
+def engine_dtype(args: Any) -> str | None:
+    """The type that trainer and engine must both compute in, as vLLM calls it; `None` leaves it to the checkpoint."""
+    return "bfloat16" if args.bf16 else "float16" if args.fp16 else None
+
+
 def rollout_warnings(args: Any) -> list[str]:
-    """What a run with an FP8 rollout should be told once, from its `FP8GRPOConfig`."""
+    """What the user of an FP8 rollout should know once, from the `FP8GRPOConfig`."""
     pair = pair_warning(args.fp8_recipe, args.fp8_scale_rounding, args.rollout_quantization)
     warnings = [] if pair is None else [pair]
     if args.rollout_quantization == "none":
@@ -68,7 +57,7 @@ def rollout_warnings(args: Any) -> list[str]:
 
 
 def scale_rule_warning(args: Any, engine_rounds: bool) -> str | None:
-    """What to tell of a blockwise pair whose scales follow two rules; `None` where they follow one.
+    """What is wrong with a blockwise pair whose scales follow two rules; `None` where they follow one.
 
     Args:
         args: of the run.
@@ -80,18 +69,16 @@ def scale_rule_warning(args: Any, engine_rounds: bool) -> str | None:
     rule, fitting = ("powers of two", "power_of_2") if engine_rounds else ("FP32 numbers", "none")
     return (
         f"fp8_scale_rounding={args.fp8_scale_rounding!r} with vLLM in 'fp8_per_block': on this device the engine's "
-        f"scales are {rule}, so nine in ten FP8 values differ (docs/numerics.md). Set fp8_scale_rounding={fitting!r}."
+        f"scales are {rule}, so most FP8 values differ (docs/numerics.md). Set fp8_scale_rounding={fitting!r}."
     )
 
 
 def pair_warning(recipe: str, scale_rounding: str, quantization: str) -> str | None:
-    """What is unequal on the two sides and how far apart they were measured; `None` for a pair that agrees."""
-    if quantization == "none" and recipe == "none":
-        return None
-    per_tensor = quantization in ("fp8", "fp8_per_tensor")
-    engine = "fp8_per_tensor" if per_tensor else quantization
-    forward = "rowwise" if recipe == "rowwise_with_gw_hp" else recipe
+    """What is unequal on the two sides, and what to do; `None` for a pair that agrees."""
     rounded = scale_rounding == "power_of_2" and recipe not in ("none", "tensorwise")
+    engine = "fp8_per_tensor" if quantization == "fp8" else quantization
+    if recipe == quantization == "none":
+        return None
     if recipe == "none":
         reason = "the engine quantises and the trainer does not"
     elif quantization == "none":
@@ -100,15 +87,13 @@ def pair_warning(recipe: str, scale_rounding: str, quantization: str) -> str | N
         reason = f"they scale at different granularity ({ROLLOUT_PAIRS[recipe]} is the pair)"
     elif rounded and recipe != "blockwise":  # blockwise engines round on some GPUs: `scale_rule_warning`
         reason = "the trainer rounds scales to powers of two and vLLM does not"
-    elif per_tensor:
+    elif engine == "fp8_per_tensor":
         reason = "the engine scales q, k and v (and gate and up) by one number, the trainer by one each"
     else:
         return None
-    measured = MISMATCH.get((forward + (_POWER_OF_2 if rounded else ""), engine))
-    distance = "not measured for this pair" if measured is None else f"{measured} nats a token on a 135M model"
-    best = MISMATCH["rowwise", "fp8_per_channel"]
     setting = f"fp8_recipe={recipe!r}" + (f", fp8_scale_rounding={scale_rounding!r}" if rounded else "")
     return (
-        f"{setting} with vLLM in {quantization!r}: {reason}. Mismatch of log-probs: {distance}, against {best} of "
-        "fp8_recipe='rowwise' with 'fp8_per_channel'. Importance sampling corrects for it; watch mismatch/*."
+        f"{setting} with vLLM in {quantization!r}: {reason}, so their log-probs are farther apart than those of "
+        "fp8_recipe='rowwise' with fp8_scale_rounding='none' and vllm_quantization='auto' (docs/numerics.md). "
+        "Importance sampling corrects for it: watch mismatch/*, or use that pair."
     )
