@@ -113,10 +113,14 @@ def test_what_is_gathered_before_merging_is_the_parameters():
 def test_merging_into_copies_ends_after_an_exception():
     model = lora_model(torch.float32)
 
-    with pytest.raises(KeyError, match="in the middle"), adapters.merging_into_copies(model):
-        model.merge_adapter()
-        assert not model.base_model.model[0].merged
-        raise KeyError("in the middle")
+    def fails():
+        with adapters.merging_into_copies(model):
+            model.merge_adapter()
+            assert not model.base_model.model[0].merged
+            raise KeyError("in the middle")
+
+    with pytest.raises(KeyError, match="in the middle"):
+        fails()
     assert not {"merge_adapter", "unmerge_adapter", "named_parameters"} & vars(model).keys()
     model.merge_adapter()
     assert model.base_model.model[0].merged

@@ -17,9 +17,13 @@ def test_names_are_replaced_inside_and_back_after_an_exception(name, monkeypatch
     module = _upstream.REPLACED[name]
     monkeypatch.setattr(module, name, "original", raising=False)  # without vLLM there is no LLM
 
-    with pytest.raises(KeyError, match=name), _upstream.in_place_of_trls(name, "ours") as original:
-        assert (original, getattr(module, name)) == ("original", "ours")
-        raise KeyError(name)
+    def fails():
+        with _upstream.in_place_of_trls(name, "ours") as original:
+            assert (original, getattr(module, name)) == ("original", "ours")
+            raise KeyError(name)
+
+    with pytest.raises(KeyError, match=name):
+        fails()
     assert getattr(module, name) == "original"
 
 
