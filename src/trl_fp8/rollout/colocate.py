@@ -82,19 +82,18 @@ class RolloutEngine(SyncedEngine):
     @contextlib.contextmanager
     def starting(self) -> Iterator[None]:
         settings, report = self._settings, self._report
+        self._chosen = cast(dict, settings.vllm_engine_kwargs or {})
         self._ignored = [] if settings.rollout_quantization == "none" else ignored_by_engine(report)
         with _upstream.in_place_of_trls("LLM", self._build) as self._llm_class:
             yield
-        chosen = cast(dict, settings.vllm_engine_kwargs or {})
-        if "hf_overrides" in chosen:
+        if "hf_overrides" in self._chosen:
             found = same_model.config_difference(self.llm.llm_engine.model_config.hf_config, self.model)
             advice = "Take it out of hf_overrides in vllm_engine_kwargs."
             same_model.refuse_difference(found, "The engine", self.model, advice)
         fused = self.llm.apply_model(lambda model: getattr(model, "packed_modules_mapping", None) or {})[0]
         layers = self.llm.apply_model(engine_layers)[0]
         self.layer_table = build_layer_table(report, settings.fp8_scale_rounding, layers, fused)
-        recipe = "none" if report is None else report.recipe
-        asked_for = "quantization_config" in chosen
+        recipe, asked_for = "none" if report is None else report.recipe, "quantization_config" in self._chosen
         warnings = [check_one_sided(self.layer_table, recipe, settings.rollout_quantization, asked_for)]
         if recipe == "blockwise":
             warnings.append(scale_rule_warning(settings, _upstream.engine_rounds_block_scales()))
@@ -108,8 +107,10 @@ class RolloutEngine(SyncedEngine):
         return self.llm.llm_engine.model_config.max_model_len
 
     def _build(self, **kwargs: Any) -> Any:
-        quantization, own = self._settings.rollout_quantization, {}
-        extra = dict(cast(dict, self._settings.vllm_engine_kwargs or {}))
+        quantization, extra = self._settings.rollout_quantization, dict(self._chosen)
+        # vLLM follows the checkpoint, which may be FP16 or FP32; the trainer quantises what autocast makes of it
+        own = {"dtype": engine_dtype(self._settings), "kv_cache_dtype": self._settings.vllm_kv_cache_dtype}
+        own = {name: value for name, value in own.items() if value is not None}
         if quantization != "none":
             if kwargs.get("quantization") is not None:
                 raise ValueError(
@@ -122,11 +123,6 @@ class RolloutEngine(SyncedEngine):
                 chosen = dict(extra.get("quantization_config") or {})
                 chosen["ignore"] = [*chosen.get("ignore", []), *self._ignored]
                 extra["quantization_config"] = chosen
-        # vLLM follows the checkpoint, which may be FP16 or FP32; the trainer quantises what autocast makes of it
-        if (dtype := engine_dtype(self._settings)) is not None:
-            own["dtype"] = dtype
-        if self._settings.vllm_kv_cache_dtype is not None:
-            own["kv_cache_dtype"] = self._settings.vllm_kv_cache_dtype
         try:
             return self._llm_class(**{**kwargs, **own, **extra})
         except Exception as error:
@@ -136,8 +132,8 @@ class RolloutEngine(SyncedEngine):
                 f"arguments it got {own | extra}: correct vllm_quantization={quantization!r}, vllm_kv_cache_dtype="
                 f"{self._settings.vllm_kv_cache_dtype!r} or vllm_engine_kwargs; if memory is short, "
                 "vllm_gpu_memory_utilization or vllm_max_model_length."
-                + " On a CPU vLLM has kernels for 'fp8_per_channel' only (fp8_recipe='rowwise')."
-                * on_cpu
+                + on_cpu
+                * " On a CPU vLLM has kernels for 'fp8_per_channel' only (fp8_recipe='rowwise')."
             ) from error
 
     # -- weights -----------------------------------------------------------------------------------------------------

@@ -83,14 +83,7 @@ def difference(config: Any, policy: Any) -> Difference | None:
 
 
 def refuse_difference(found: Difference | None, engine: str, policy: Any, advice: str) -> None:
-    """Refuse what was found, if anything was.
-
-    Args:
-        found: of [`difference`] or [`config_difference`].
-        engine: what runs the other model, and from where.
-        policy: what it differs from.
-        advice: what to do.
-    """
+    """Raise a `ValueError` that names `engine`, what was found (if anything was), and what to do."""
     if found is not None:
         what, theirs, ours = found
         raise ValueError(
