@@ -30,8 +30,9 @@ def adapted(model, name="default", **settings):
         adapted(build_model(), target_modules="all-linear", modules_to_save=["q_norm"]),
         adapted(build_model(tie_word_embeddings=False), target_modules=["lm_head"]),
         adapted(build_model(tie_word_embeddings=False), modules_to_save=["embed_tokens", "lm_head"]),
+        adapted(build_model(), modules_to_save=["embed_tokens"], ensure_weight_tying=True),
     ],
-    ids=["tied", "untied", "moe", "lora", "lora_named", "lora_norms", "lora_head", "lora_embeddings"],
+    ids=["tied", "untied", "moe", "lora", "lora_named", "lora_norms", "lora_head", "lora_embeddings", "lora_tied"],
 )
 def test_a_policy_is_the_model_of_its_checkpoint(policy):
     same_model.check_adapters(policy)
@@ -179,7 +180,15 @@ def test_nothing_is_built_or_changed(monkeypatch):
     policy = build_model()
     before = torch.random.get_rng_state()
     config = policy.config.to_dict()
+    looked_at, parameters = [], same_model.engine_parameters
+
+    def recorded(model):
+        looked_at.append({parameter.device.type for parameter in model.parameters()})
+        return parameters(model)
+
+    monkeypatch.setattr(same_model, "engine_parameters", recorded)
     same_model.difference(policy.config, policy)
+    assert looked_at == [{"meta"}, {"cpu"}]
     assert torch.equal(torch.random.get_rng_state(), before)
     assert policy.config.to_dict() == config
 

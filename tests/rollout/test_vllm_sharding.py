@@ -61,7 +61,9 @@ def launch(strategy, requests, folder):
         check=False,
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    return [torch.load(path, weights_only=False) for path in sorted(folder.glob("rank*.pt"))]
+    ranks = [torch.load(path, weights_only=False) for path in sorted(folder.glob("rank*.pt"))]
+    assert len(ranks) == 2
+    return ranks
 
 
 @pytest.fixture(scope="module")
