@@ -218,12 +218,15 @@ def test_what_is_not_json_is_refused(tmp_path, fake, monkeypatch):
         None,
         {**SERVED, "model_config": None},
         {**SERVED, "model_config": {}},
+        {**SERVED, "cache_config": {}},
+        {**SERVED, "cache_config": None},
+        {name: value for name, value in SERVED.items() if name != "instance_id"},
     ],
 )
 def test_what_is_not_a_vllm_server_is_refused(tmp_path, fake, answer):
     fake.served = answer
     with pytest.raises(
-        ValueError, match="else at /server_info than the configuration of a vLLM server: .* Start vLLM there"
+        ValueError, match="else at /server_info than the configuration of a vLLM server, .* Start vLLM there"
     ):
         server_checks.read_server_configuration(build_args(tmp_path, vllm_server_base_url=fake.url), "Qwen/Qwen3-8B")
 

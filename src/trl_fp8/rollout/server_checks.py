@@ -91,24 +91,19 @@ def read_server_configuration(args: FP8GRPOConfig, policy: str) -> dict[str, Any
             f"and start it again: {command}"
         ) from error
     if response.status_code == 404:
-        fault = (
-            "has no /server_info: its development endpoints are off (VLLM_SERVER_DEV_MODE=1 turns them on), so it "
-            "takes no new weights, either"
-        )
+        fault = "has no /server_info (that and what takes new weights are off without VLLM_SERVER_DEV_MODE=1)"
     elif response.status_code != 200:
         fault = f"answers /server_info with {response.status_code} {response.reason} (TRL's client has no API key)"
     else:
         fault = "has something else at /server_info than the configuration of a vLLM server"
         with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):  # whatever stands there instead
             served = response.json()["vllm_config"]
-            kinds = {"model_config": dict, "cache_config": dict, "instance_id": str}
-            if all(isinstance(served[name], kind) for name, kind in kinds.items()) and (
-                {"model", "max_model_len"} <= served["model_config"].keys()
-            ):
+            model, cache = served["model_config"], served["cache_config"]
+            if {"model", "max_model_len"} <= model.keys() and "cache_dtype" in cache and "instance_id" in served:
                 return served
     raise ValueError(
-        f"vllm_mode='server' with the server at {url}, which {fault}: what it serves cannot be compared with the run. "
-        f"Start vLLM there, without an API key: {command}"
+        f"vllm_mode='server' with the server at {url}, which {fault}, so what it serves cannot be compared with the "
+        f"run. Start vLLM there, without an API key: {command}"
     )
 
 
