@@ -39,7 +39,7 @@ def build(model: str, recipe: str, quantization: str, rank: int, output_dir: str
         vllm_max_model_length=LENGTH + 1,
         vllm_gpu_memory_utilization=0.1,
         vllm_engine_kwargs={"enforce_eager": True, "kv_cache_memory_bytes": 2**27},
-        vllm_canary_interval=0,
+        vllm_sync_check_interval=0,
         bf16=True,
         use_cpu=not torch.cuda.is_available(),
         report_to=[],
@@ -90,8 +90,8 @@ def main() -> None:
                 engine.sync_weights()
                 values = []
                 for piece in pieces:
-                    engine.canary.token_ids = piece
-                    values.append(engine.canary.difference(trainer.model, engine.score, trainer.accelerator))
+                    engine.sync_check.token_ids = piece
+                    values.append(engine.sync_check.logp_difference(trainer.model, engine.score, trainer.accelerator))
                 cells.append(f"{sum(values) / len(values):.4f}")
             print(f"| {recipe} | {quantization} | " + " | ".join(cells) + " |", flush=True)
 

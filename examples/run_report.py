@@ -8,7 +8,7 @@ LOWER, UPPER = "clip_bounds/lower", "clip_bounds/upper"
 BF16_SHARE = "clip_share/lower_bf16"
 FP8_SHARE_AT_REFERENCE = "clip_share/lower_at_reference"
 FP8_SHARE = "clip_share/lower"
-CANARY, CANARY_FLOOR = "rollout/canary", "rollout/canary_floor"
+SYNC_DIFF, SYNC_DIFF_FIRST = "rollout/sync_logp_diff", "rollout/sync_logp_diff_first"
 RHO_REF, RHO_AFTER = "update_ratio/bf16", "update_ratio/after"
 
 
@@ -84,10 +84,10 @@ def _rollout_rows(history: list[dict[str, Any]]) -> list[tuple[str, str]]:
         ("rollout: KL of trainer and engine (k3), nats per token", _number(mean(window, "mismatch/k3_kl"), 4)),
         ("rollout: effective share of the samples (1: no mismatch)", _number(mean(window, "mismatch/ess"))),
     ]
-    canaries = [entry for entry in history if CANARY in entry]
-    if canaries:
-        last, first = canaries[-1][CANARY], canaries[-1][CANARY_FLOOR]
-        rows.append(("rollout: canary after the last sync (floor of the first)", f"{last:.3f} ({first:.3f})"))
+    compared = [entry for entry in history if SYNC_DIFF in entry]
+    if compared:
+        last, first = compared[-1][SYNC_DIFF], compared[-1][SYNC_DIFF_FIRST]
+        rows.append(("rollout: |dlogp| after the last sync (after the first)", f"{last:.3f} ({first:.3f})"))
     return rows
 
 

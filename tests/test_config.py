@@ -10,6 +10,7 @@ import pytest
 from trl import GRPOConfig, TrlParser
 
 from trl_fp8 import ClippingPolicy, FP8GRPOConfig
+from trl_fp8.clip_checks import policy_arguments
 from trl_fp8.clipping import ClipSearch
 
 
@@ -118,8 +119,8 @@ BAD_VALUES = [
     ),
     ({"use_vllm": True, "vllm_mode": "foo"}, "vllm_mode='foo' is not one of .* colocate, server"),
     ({"use_vllm": True, "vllm_quantization": "compressed-tensors"}, "checkpoints quantised beforehand"),
-    ({"vllm_canary_interval": -1}, "vllm_canary_interval=-1"),
-    ({"vllm_canary_max_jump": 1.0}, "vllm_canary_max_jump=1.0"),
+    ({"vllm_sync_check_interval": -1}, "vllm_sync_check_interval=-1"),
+    ({"vllm_sync_check_max_ratio": 1.0}, "vllm_sync_check_max_ratio=1.0"),
     (
         {"use_vllm": True, "vllm_kv_cache_dtype": "fp8", "vllm_enable_sleep_mode": True},
         "vllm_kv_cache_dtype='fp8' with vllm_enable_sleep_mode=True",
@@ -159,7 +160,7 @@ BAD_VALUES = [
     ({"clip_policy": "calibrated", "loss_type": "vespo"}, "loss_type='vespo' does not read"),
     ({"clip_policy": "calibrated", "loss_type": "luspo"}, "loss_type='luspo' does not read"),
     ({"clip_policy": "calibrated", "importance_sampling_level": "sequence"}, "clips one ratio per sequence"),
-    ({"clip_policy": "calibrated", "delta": 1.21}, r"delta=1.21 leaves no room .* \[1.2, 1.21\].*Raise delta"),
+    ({"clip_policy": "calibrated", "delta": 1.21}, r"delta=1.21 leaves no room .* \[1.2, 2.0\].*Raise delta"),
     ({"clip_policy": "calibrated", "neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0 adds noise"),
     ({"clip_policy": "calibratd"}, "clip_policy='calibratd' is not a policy .*Did you mean 'calibrated'"),
     ({"clip_policy": "nowhere.Policy"}, "clip_policy='nowhere.Policy' cannot be imported .*PYTHONPATH"),
@@ -323,7 +324,7 @@ def test_delta_above_the_start_of_the_upper_interval_ends_it(tmp_path):
     args = build(tmp_path, delta=1.5)
     assert args.resolved_clip_policy == "calibrated"
     assert args.clip_search.clip_upper_max == 1.5
-    assert args.policy_arguments["clip_upper_init"] == 1.5  # the default 1.8 lies beyond
+    assert policy_arguments(args)["clip_upper_init"] == 1.5  # the default 1.8 lies beyond
     assert build(tmp_path, delta=3.0).clip_search == ClipSearch()
 
 
@@ -346,7 +347,7 @@ def test_a_policy_by_dotted_path_gets_its_arguments_and_sets_what_it_requires(tm
         parse(tmp_path, yaml=f"clip_policy: {path}\nclip_policy_kwargs:\n  cap: 3.0\n"),
     ):
         assert args.resolved_clip_policy == path
-        assert args.policy_arguments == {"cap": 3.0}
+        assert policy_arguments(args) == {"cap": 3.0}
         assert args.loss_type == "cispo"
         assert args.steps_per_generation == 4
     with pytest.raises(ValueError, match="loss_type='grpo' with NeedsCispo, which needs loss_type='cispo'"):

@@ -388,15 +388,15 @@ def test_table_of_a_run_with_an_engine_says_how_far_it_was():
             **entry,
             "mismatch/k3_kl": 0.001 * i,
             "mismatch/ess": 0.9,
-            "rollout/canary": 0.05,
-            "rollout/canary_floor": 0.04,
+            "rollout/sync_logp_diff": 0.05,
+            "rollout/sync_logp_diff_first": 0.04,
         }
         for i, entry in enumerate(HISTORY)
     ]
     text = run_report.table(history, (0.8, 1.24), (0.65, 1.7))
     assert re.search(r"rollout: KL of trainer and engine \(k3\), nats per token +0.0025\n", text)
     assert re.search(r"rollout: effective share .* +0.900\n", text)
-    assert re.search(r"rollout: canary .* +0.050 \(0.040\)\n", text)
+    assert re.search(r"rollout: \|dlogp\| after the last sync .* +0.050 \(0.040\)\n", text)
     assert "rollout" not in run_report.table(HISTORY, (0.8, 1.24), (0.65, 1.7))
 
 

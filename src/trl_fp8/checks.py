@@ -4,7 +4,6 @@ import logging
 import traceback
 from collections.abc import Iterator, Sized
 from contextlib import contextmanager
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -12,24 +11,13 @@ from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig
 
-from . import config_checks
-from .clipping.calibrated import CalibratedClippingCallback
 from .clipping.policy import ClippingPolicy
-from .clipping.search import ClipSearch
 from .config import FP8GRPOConfig
 from .distributed import World, check_strategy
 from .float8.recipes import RECIPES
 
 
 logger = logging.getLogger(__name__)
-
-# Fields of FP8GRPOConfig that build the default policy
-_POLICY_SETTINGS = (
-    "calibration_interval",
-    "clip_lower_init",
-    "clip_upper_init",
-    *(f.name for f in fields(ClipSearch)),
-)
 
 
 def check_arguments(args: Any, model: Any, quantization_config: Any) -> None:
@@ -119,57 +107,6 @@ def _refuse_bypassing(model: Any, recipe: str) -> None:
             )
 
 
-def apply_requirements(args: FP8GRPOConfig, policies: list[ClippingPolicy]) -> None:
-    """Let a policy passed in `callbacks` take the place of `clip_policy`, before TRL reads the fields it requires.
-
-    Raises:
-        ValueError: `clip_policy` names another one.
-    """
-    if policies and args.clip_policy != "auto":
-        raise ValueError(
-            f"clip_policy={args.clip_policy!r} with {type(policies[0]).__name__} in callbacks: a run has one clip "
-            "policy. Leave clip_policy unset, or take the policy out of callbacks."
-        )
-    for policy in policies:
-        config_checks.apply_requirements(args, policy)
-
-
-def check_policies(policies: list[ClippingPolicy], args: FP8GRPOConfig) -> None:
-    """One clip policy at most, whose conditions hold."""
-    if len(policies) > 1:
-        names = ", ".join(type(policy).__name__ for policy in policies)
-        raise ValueError(
-            f"callbacks holds {len(policies)} clipping policies ({names}), which would overwrite each other's bounds. "
-            "Pass one."
-        )
-    for policy in policies:
-        config_checks.check_policy(policy, args)
-
-
-def warn_ignored_settings(policy: ClippingPolicy, args: FP8GRPOConfig) -> None:
-    """Name the settings of the default policy that another one ignores."""
-    defaults = {f.name: f.default for f in fields(FP8GRPOConfig)}
-    own = policy.arguments() if isinstance(policy, CalibratedClippingCallback) else {}
-    given = {name: getattr(args, name) for name in _POLICY_SETTINGS}
-    ignored = [name for name, value in given.items() if value not in (defaults[name], own.get(name))]
-    if ignored:
-        logger.warning(
-            f"No effect of {', '.join(ignored)} in FP8GRPOConfig: the clip policy of this run "
-            f"({type(policy).__name__}) has its own settings."
-        )
-
-
-def check_token_weights(weights: Any, shape: torch.Size, policy: str) -> None:
-    """Refuse token weights that do not belong to the tokens of the micro-batch `(B, T)`."""
-    allowed = (tuple(shape), (shape[0], 1))
-    if not isinstance(weights, Tensor) or tuple(weights.shape) not in allowed:
-        found = tuple(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
-        raise ValueError(
-            f"token_weights of {policy} returned {found}, and the micro-batch has the shape {tuple(shape)}, so the "
-            f"weights do not belong to its tokens. Return a tensor of shape {allowed[0]} or {allowed[1]}, or None."
-        )
-
-
 def refuse_noise(model: nn.Module) -> None:
     """Refuse what makes two forward passes of the same weights differ."""
     for name, module in model.named_modules():
@@ -212,37 +149,6 @@ def _warn_vanishing_updates(model: nn.Module, learning_rate: float) -> None:
                     "(model_init_kwargs={'dtype': 'float32'}); matmuls run in FP8/BF16 all the same."
                 )
             return
-
-
-def check_bounds(lower: float, upper: float, delta: float | None) -> None:
-    """Refuse bounds no loss can clip at."""
-    # TRL computes with 1 - lower and upper - 1; FP32 holds no ratio beyond 3e38
-    if not (0 < lower < 1 < upper <= torch.finfo(torch.float32).max and 1 - lower < 1):
-        raise ValueError(
-            f"clip_bounds=({lower}, {upper}) do not enclose the ratio 1 of an unchanged policy, or lie so far from it "
-            "that no FP32 ratio reaches them. Set 0 < lower < 1 < upper, such as (0.6, 1.8)."
-        )
-    if delta is not None and upper > delta:
-        raise ValueError(
-            f"clip_bounds=({lower}, {upper}) exceed delta={delta}, TRL's cap on the ratio of negative-advantage "
-            "tokens, so the bounds would cross. Keep the upper bound at delta or below."
-        )
-
-
-def check_collection(args: FP8GRPOConfig, beginning: bool, shadow: bool) -> None:
-    """Refuse statistics that would miss part of a batch, or a shadow pass that has nothing to find."""
-    if not beginning:
-        raise RuntimeError(
-            "collect_clip_statistics was called outside on_generation_begin, so part of the batch would be missed. "
-            "Call it in on_generation_begin, and read host.clip_statistics in on_generation_end."
-        )
-    if shadow and args.ratios_are_one:
-        raise ValueError(
-            "shadow=True asks for BF16 ratios, but with gradient_accumulation_steps="
-            f"{args.gradient_accumulation_steps} and steps_per_generation * num_iterations="
-            f"{args.micro_batches_per_generation} each generation batch gets one update and every ratio is 1. Raise "
-            "steps_per_generation or num_iterations, or ask for no shadow pass."
-        )
 
 
 @contextmanager

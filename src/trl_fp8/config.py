@@ -1,13 +1,12 @@
 """`FP8GRPOConfig`: every setting of the FP8 trainer, checked when it is built."""
 
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from trl import GRPOConfig
 
-from . import config_checks
+from . import clip_checks, config_checks
 from .clipping.search import ClipSearch
-from .diagnostics.record import MeasureSettings
 from .float8.recipes import RECIPES
 
 
@@ -60,10 +59,8 @@ class FP8GRPOConfig(GRPOConfig):
 
         calibration_interval (`int`, defaults to `20`):
             Generation batches between two recalibrations (the paper's "training steps").
-        clip_lower_init (`float`, defaults to `0.6`):
-            Lower bound on the ratio before the first recalibration (paper).
-        clip_upper_init (`float`, defaults to `1.8`):
-            Upper bound on the ratio before the first recalibration (paper).
+        clip_lower_init (`float`, defaults to `0.6`), clip_upper_init (`float`, defaults to `1.8`):
+            Bounds on the ratio before the first recalibration (paper).
         clip_lower_min (`float`, defaults to `0.5`), clip_lower_max (`float`, defaults to `0.9`):
             Search interval of the lower bound (paper).
         clip_upper_min (`float`, defaults to `1.2`), clip_upper_max (`float`, defaults to `2.0`):
@@ -84,10 +81,10 @@ class FP8GRPOConfig(GRPOConfig):
             Data type of the engine's KV cache, e.g. `"fp8"`. A server must have been started with it.
         vllm_engine_kwargs (`dict`, *optional*):
             Further keyword arguments of a colocated engine.
-        vllm_canary_interval (`int`, defaults to `1`):
+        vllm_sync_check_interval (`int`, defaults to `1`):
             Weight syncs between two comparisons of trainer and engine on a fixed prompt (a forward of 32 tokens on
             each side). 0 turns them off. Chosen by us.
-        vllm_canary_max_jump (`float`, defaults to `5.0`):
+        vllm_sync_check_max_ratio (`float`, defaults to `5.0`):
             Largest difference of log-probs on that prompt, in multiples of the first sync's; beyond it the run stops.
             Chosen by us.
 
@@ -177,9 +174,7 @@ class FP8GRPOConfig(GRPOConfig):
     clip_upper_min: float = field(default=1.2, metadata={"help": "Smallest upper bound that is searched."})
     clip_upper_max: float = field(default=2.0, metadata={"help": "Largest upper bound that is searched."})
     clip_grid_step: float = field(default=0.02, metadata={"help": "Distance of neighbouring candidate bounds."})
-    clip_lower_max_change: float = field(
-        default=0.05, metadata={"help": "Largest move of the lower bound per recalibration."}
-    )
+    clip_lower_max_change: float = field(default=0.05, metadata={"help": "Largest move of the lower bound each time."})
     clip_upper_max_change: float = field(
         default=0.1, metadata={"help": "Largest move of the upper bound per recalibration."}
     )
@@ -205,13 +200,13 @@ class FP8GRPOConfig(GRPOConfig):
     vllm_engine_kwargs: dict | str | None = field(
         default=None, metadata={"help": "Further keyword arguments of a colocated vLLM engine."}
     )
-    vllm_canary_interval: int = field(
+    vllm_sync_check_interval: int = field(
         default=1,
         metadata={
             "help": "Weight syncs between two comparisons of trainer and engine on a fixed prompt. 0 turns them off."
         },
     )
-    vllm_canary_max_jump: float = field(
+    vllm_sync_check_max_ratio: float = field(
         default=5.0,
         metadata={
             "help": "Largest difference of log-probs on the fixed prompt, in multiples of the first sync's; beyond it "
@@ -240,7 +235,7 @@ class FP8GRPOConfig(GRPOConfig):
     def __post_init__(self):
         own = [f.name for f in fields(FP8GRPOConfig) if f.name in FP8GRPOConfig.__annotations__]
         config_checks.check_values(self, own)
-        self.resolved_clip_policy, self.auto_reason = config_checks.resolve_clip_policy(self)
+        self.resolved_clip_policy, self.auto_reason = clip_checks.resolve_clip_policy(self)
         # TRL turns "auto" into a number; whether FP8 kernels need one is known only with the device
         self._pad_to_multiple_of_is_auto = self.pad_to_multiple_of == "auto"
         self._default_steps_per_generation = (
@@ -253,7 +248,7 @@ class FP8GRPOConfig(GRPOConfig):
         config_checks.check_accelerate_fp8(self)
         super().__post_init__()
         config_checks.check_rollout(self)
-        config_checks.check_clip(self)
+        clip_checks.check_clip(self)
 
     @property
     def reference_bounds(self) -> tuple[float, float]:
@@ -269,20 +264,6 @@ class FP8GRPOConfig(GRPOConfig):
         return ClipSearch(**values)
 
     @property
-    def policy_arguments(self) -> dict[str, Any]:
-        """Arguments of the policy that `clip_policy` names."""
-        given = dict(cast(dict, self.clip_policy_kwargs or {}))
-        if self.resolved_clip_policy != "calibrated":
-            return given
-        upper_init = min(self.clip_upper_init, self.clip_search.clip_upper_max)
-        own = {
-            "calibration_interval": self.calibration_interval,
-            "clip_lower_init": self.clip_lower_init,
-            "clip_upper_init": upper_init,
-        }
-        return {**own, **vars(self.clip_search), **given}
-
-    @property
     def conversion(self) -> dict[str, Any]:
         """What [`~trl_fp8.float8.convert_model`] is given, but for the model and whether to emulate."""
         return {
@@ -291,19 +272,6 @@ class FP8GRPOConfig(GRPOConfig):
             "scale_rounding": self.fp8_scale_rounding,
             "fsdp_all_gather": self.fp8_fsdp_all_gather,
         }
-
-    @property
-    def measure_settings(self) -> MeasureSettings:
-        """What measuring a micro-batch needs to know."""
-        return MeasureSettings(
-            level=cast(Any, self.importance_sampling_level),
-            reads_both_bounds=self.reads_both_bounds,
-            ref_bounds=self.reference_bounds,
-            delta=self.delta,
-            mode=self.vllm_importance_sampling_mode,
-            clip_min=self.vllm_importance_sampling_clip_min,
-            clip_max=self.vllm_importance_sampling_clip_max,
-        )
 
     @property
     def rollout_quantization(self) -> str:

@@ -7,9 +7,6 @@ import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
-from .clipping.calibrated import CalibratedClippingCallback
-from .clipping.policy import ClippingPolicy
-from .clipping.registry import build_policy
 from .clipping.search import ClipSearch
 from .float8.recipes import RECIPES
 
@@ -80,7 +77,7 @@ def check_values(args: "FP8GRPOConfig", own_fields: Iterable[str]) -> None:
             f"vllm_importance_sampling_clip_max={clip_max} drops every token: a weight is positive. Set it above 0."
         )
     if isinstance(args.vllm_engine_kwargs, str):
-        args.vllm_engine_kwargs = _mapping("vllm_engine_kwargs", args.vllm_engine_kwargs)
+        args.vllm_engine_kwargs = mapping("vllm_engine_kwargs", args.vllm_engine_kwargs)
     if args.vllm_quantization not in VLLM_QUANTIZATIONS:
         raise ValueError(_unknown("vllm_quantization", args.vllm_quantization, VLLM_QUANTIZATIONS))
     if args.vllm_importance_sampling_mode not in IMPORTANCE_SAMPLING_MODES:
@@ -98,10 +95,11 @@ def check_values(args: "FP8GRPOConfig", own_fields: Iterable[str]) -> None:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ValueError(f"{name}={value} never comes round. Set a number of generation batches >= 1, or {off}.")
-    if args.vllm_canary_interval < 0 or args.vllm_canary_max_jump <= 1:
+    if args.vllm_sync_check_interval < 0 or args.vllm_sync_check_max_ratio <= 1:
         raise ValueError(
-            f"vllm_canary_interval={args.vllm_canary_interval} and vllm_canary_max_jump={args.vllm_canary_max_jump} "
-            "would compare never or stop at the first sync. Set an interval >= 0 (0: off) and a jump > 1."
+            f"vllm_sync_check_interval={args.vllm_sync_check_interval} and vllm_sync_check_max_ratio="
+            f"{args.vllm_sync_check_max_ratio} would compare never or stop at the first sync. Set an interval >= 0 "
+            "(0: off) and a ratio > 1."
         )
     search = ClipSearch(**{f.name: getattr(args, f.name) for f in dataclasses.fields(ClipSearch)})
     search.check_start(args.clip_lower_init, args.clip_upper_init)
@@ -173,7 +171,7 @@ def _check_engine(args: "FP8GRPOConfig") -> None:
         )
     kwargs = args.vllm_engine_kwargs or {}
     if not isinstance(kwargs, dict) or not all(isinstance(name, str) for name in kwargs):
-        raise ValueError(_no_mapping("vllm_engine_kwargs", kwargs))
+        raise ValueError(_nomapping("vllm_engine_kwargs", kwargs))
     for name, value in kwargs.items():
         if name in ENGINE_OWNERS:
             raise ValueError(
@@ -201,128 +199,6 @@ def _check_stock_features(args: "FP8GRPOConfig") -> None:
         )
 
 
-def resolve_clip_policy(args: "FP8GRPOConfig") -> tuple[str, str | None]:
-    """What `clip_policy` stands for, and why `"auto"` is `"fixed"` where it is.
-
-    Raises:
-        ValueError: a policy asked for by name is not there, or cannot act on this run.
-    """
-    if isinstance(args.clip_policy_kwargs, str):
-        args.clip_policy_kwargs = _mapping("clip_policy_kwargs", args.clip_policy_kwargs)
-    if args.clip_policy == "fixed":
-        if args.clip_policy_kwargs:
-            raise ValueError(
-                f"clip_policy_kwargs={args.clip_policy_kwargs!r} with clip_policy='fixed', which takes no arguments. "
-                "Leave clip_policy_kwargs unset, or name another policy."
-            )
-        return "fixed", None
-    if args.clip_policy in ("auto", "calibrated"):
-        problem = calibration_problem(args, args.clip_search)
-        if problem and args.clip_policy == "calibrated":
-            raise ValueError(" ".join(problem))
-        return ("calibrated", None) if problem is None else ("fixed", problem[0])
-    policy = build_policy(args.clip_policy, args.clip_policy_kwargs or {})
-    apply_requirements(args, policy)
-    return args.clip_policy, None
-
-
-def apply_requirements(args: "FP8GRPOConfig", policy: ClippingPolicy) -> None:
-    """Set the TRL fields that a policy requires; before TRL reads them.
-
-    Raises:
-        ValueError: one of them was set to something else.
-    """
-    defaults = {f.name: f.default for f in dataclasses.fields(args)}
-    for name, value in policy.requires.items():
-        given = getattr(args, name)
-        if given not in (value, defaults[name]):
-            raise ValueError(
-                f"{name}={given!r} with {type(policy).__name__}, which needs {name}={value!r}. Leave {name} unset, or "
-                "use another clip policy."
-            )
-        setattr(args, name, value)
-
-
-def check_clip(args: "FP8GRPOConfig") -> None:
-    """What the resolved policy and the shadow passes need of the finished configuration."""
-    if args.resolved_clip_policy != "fixed":
-        check_policy(build_policy(args.resolved_clip_policy, args.policy_arguments), args)
-    if args.shadow_interval is None:
-        return
-    if args.neftune_noise_alpha:
-        raise ValueError(
-            f"shadow_interval={args.shadow_interval} with neftune_noise_alpha={args.neftune_noise_alpha}, which adds "
-            "noise to every forward pass: FP8's own could not be told from it. Leave one of them unset."
-        )
-    if args.ratios_are_one:
-        raise ValueError(
-            f"shadow_interval={args.shadow_interval} with gradient_accumulation_steps="
-            f"{args.gradient_accumulation_steps} and steps_per_generation * num_iterations="
-            f"{args.micro_batches_per_generation}: each generation batch gets one update, so every ratio is 1 and "
-            "there is nothing to measure. Raise steps_per_generation or num_iterations."
-        )
-
-
-def check_policy(policy: ClippingPolicy, args: "FP8GRPOConfig") -> None:
-    """Refuse a policy that cannot act on this run. The same for a policy by name and for one in `callbacks`."""
-    name = type(policy).__name__
-    for field_name, value in policy.requires.items():
-        if getattr(args, field_name) != value:
-            raise ValueError(
-                f"{name} needs {field_name}={value!r}, and the run has {getattr(args, field_name)!r}. Pass the policy "
-                "when the trainer is built, or set the field."
-            )
-    needs_both = policy.reads_both_bounds or type(policy).micro_batch_bounds is not ClippingPolicy.micro_batch_bounds
-    if needs_both and not args.reads_both_bounds:
-        raise ValueError(
-            f"{name} moves both clip bounds, but loss_type={args.loss_type!r} with importance_sampling_level="
-            f"{args.importance_sampling_level!r} does not clip token ratios at both (it does not read both clip "
-            "bounds, or clips one ratio per sequence). Use loss_type grpo, bnpo, dr_grpo or dapo at token level, or "
-            "clip_policy='fixed'."
-        )
-    if isinstance(policy, CalibratedClippingCallback):
-        problem = calibration_problem(args, policy.search)
-        if problem:
-            raise ValueError(" ".join(problem))
-
-
-def calibration_problem(args: "FP8GRPOConfig", search: ClipSearch) -> tuple[str, str] | None:
-    """Why Calibrated Clipping over `search` cannot act on this run and what to do, or `None`."""
-    fixed = "or clip_policy='fixed'."
-    if args.loss_type not in CALIBRATED_LOSS_TYPES:
-        return (
-            f"loss_type={args.loss_type!r} does not read both clip bounds, so calibrating them changes nothing.",
-            f"Use one of {', '.join(CALIBRATED_LOSS_TYPES)}, {fixed}",
-        )
-    if args.importance_sampling_level != "token":
-        return (
-            f"importance_sampling_level={args.importance_sampling_level!r} clips one ratio per sequence, and "
-            "calibration is built for token ratios.",
-            f"Use 'token', {fixed}",
-        )
-    if args.neftune_noise_alpha:
-        return (
-            f"neftune_noise_alpha={args.neftune_noise_alpha} adds noise to every forward pass, so every importance "
-            "ratio is noise and nothing can be calibrated.",
-            f"Leave it unset, {fixed}",
-        )
-    if args.epsilon >= 1:
-        return (
-            f"epsilon={args.epsilon} puts the lower reference bound at {1 - args.epsilon}, where no ratio is ever "
-            "clipped and nothing can be calibrated.",
-            f"Set 0 < epsilon < 1, {fixed}",
-        )
-    if args.delta is not None and args.delta < max(
-        search.clip_upper_max, search.clip_upper_min + search.clip_grid_step
-    ):
-        return (
-            f"delta={args.delta} leaves no room in the search interval of the upper bound [{search.clip_upper_min}, "
-            f"{search.clip_upper_max}], so the bounds would cross.",
-            "Raise delta, or lower clip_upper_min and clip_upper_max.",
-        )
-    return None
-
-
 def _checked(name: str, value: Any, hint: Any) -> Any:
     """`value` of field `name` if it fits the type hint (an int is a float); `ValueError` otherwise."""
     options = get_args(hint) if type(hint).__name__ in ("UnionType", "Union") else (hint,)
@@ -344,18 +220,18 @@ def _checked(name: str, value: Any, hint: Any) -> Any:
     raise ValueError(f"{name}={value!r} has the wrong type ({type(value).__name__}). Pass {expected}.")
 
 
-def _mapping(name: str, text: str) -> dict[str, Any]:
+def mapping(name: str, text: str) -> dict[str, Any]:
     """The JSON object in `text`, which transformers parses as well, with json's own words where it is none."""
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise ValueError(f"{_no_mapping(name, text)} ({error})") from error
+        raise ValueError(f"{_nomapping(name, text)} ({error})") from error
     if not isinstance(value, dict):
-        raise ValueError(_no_mapping(name, text))
+        raise ValueError(_nomapping(name, text))
     return value
 
 
-def _no_mapping(name: str, value: Any) -> str:
+def _nomapping(name: str, value: Any) -> str:
     return (
         f"{name}={value!r} is not a mapping from argument names to values. Pass a dict, or on the command line a JSON "
         "object such as '{\"enforce_eager\": true}'."

@@ -8,7 +8,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 from trl import GRPOTrainer
 
-from . import checks
+from . import checks, clip_checks
 from .checkpoints import RunRecord
 from .clipping.policy import ClippingPolicy
 from .clipping.registry import build_policy
@@ -26,9 +26,9 @@ def with_clip_policy(callbacks: list | None, args: FP8GRPOConfig) -> list:
         ValueError: both name one, or a policy requires another value of a field than was set.
     """
     given = [callback for callback in callbacks or () if isinstance(callback, ClippingPolicy)]
-    checks.apply_requirements(args, given)
+    clip_checks.give_way_to_callbacks(args, given)
     name = args.resolved_clip_policy
-    own = [] if given or name == "fixed" else [build_policy(name, args.policy_arguments)]
+    own = [] if given or name == "fixed" else [build_policy(name, clip_checks.policy_arguments(args))]
     return [*(callbacks or ()), *own]
 
 
@@ -52,7 +52,7 @@ class PolicyHost(GRPOTrainer):
     @clip_bounds.setter
     def clip_bounds(self, bounds: tuple[float, float]) -> None:
         lower, upper = map(float, bounds)
-        checks.check_bounds(lower, upper, self.args.delta)
+        clip_checks.check_bounds(lower, upper, self.args.delta)
         self._clip_bounds = (lower, upper)
         # TRL reads `epsilon_high` of cispo as the cap itself
         self.epsilon_low, self.epsilon_high = 1 - lower, upper if self.loss_type == "cispo" else upper - 1
@@ -73,7 +73,7 @@ class PolicyHost(GRPOTrainer):
             RuntimeError: outside `on_generation_begin`, where part of a batch would be missed.
             ValueError: a shadow pass is asked for where every ratio is 1 by construction, or is noise.
         """
-        checks.check_collection(self.args, self._batch.beginning, shadow)
+        clip_checks.check_collection(self.args, self._batch.beginning, shadow)
         if shadow and not self._batch.shadow:
             checks.refuse_noise(cast(nn.Module, self.model))
         self._batch.statistics = ClipStatistics(lower_points, upper_points, delta=self.args.delta)
@@ -104,10 +104,10 @@ class PolicyHost(GRPOTrainer):
     def _adopt_policy(self) -> None:
         """Check the policy, also one that was added later, and put the bounds it wants in force."""
         policies = self._policies()
-        checks.check_policies(policies, self.args)
+        clip_checks.check_policies(policies, self.args)
         for policy in policies:
             if policy is not self._adopted:
-                checks.warn_ignored_settings(policy, self.args)
+                clip_checks.warn_ignored_settings(policy, self.args)
                 # transformers updates the entry at each save, and makes it only before the first step
                 cast(dict, self.state.stateful_callbacks).setdefault(type(policy).__name__, policy.state())
             self._adopted = policy
@@ -192,7 +192,7 @@ class PolicyHost(GRPOTrainer):
             weights = None if policy is None else policy.token_weights(self, capture.batch)
             if weights is None:
                 return mask
-            checks.check_token_weights(weights, capture.batch.mask.shape, type(policy).__name__)
+            clip_checks.check_token_weights(weights, capture.batch.mask.shape, type(policy).__name__)
             capture.masks.append(weights.detach() != 0)
             return mask * weights.detach()
 

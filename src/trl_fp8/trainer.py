@@ -9,12 +9,19 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from trl import GRPOTrainer
 
-from . import checks
+from . import checks, clip_checks
 from .checkpoints import WholeCheckpoints
 from .config import FP8GRPOConfig
 from .diagnostics import upper_tail
 from .diagnostics.alarms import mismatch_alarms
-from .diagnostics.record import BatchRecord, Capture, drop_unscored, measure_micro_batch, measure_rollout
+from .diagnostics.record import (
+    BatchRecord,
+    Capture,
+    MeasureSettings,
+    drop_unscored,
+    measure_micro_batch,
+    measure_rollout,
+)
 from .diagnostics.window import MetricWindow
 from .distributed import World
 from .float8 import device
@@ -93,7 +100,7 @@ class FP8GRPOTrainer(PolicyHost, ReferencePrecision, WholeCheckpoints):
         self._prepared, args = True, self.args
         world = World.of(self.accelerator)
         checks.check_dataset(self.train_dataset, args)
-        checks.check_policies(self._policies(), args)
+        clip_checks.check_policies(self._policies(), args)
         checks.check_model(self.model, args, world, self._policies())
         if args.fp8_recipe != "none":
             self.conversion_report = convert_model(self.model, emulate=self._emulated, **args.conversion)
@@ -217,4 +224,4 @@ class FP8GRPOTrainer(PolicyHost, ReferencePrecision, WholeCheckpoints):
 
     @torch.no_grad()
     def _measure(self, batch: BatchRecord, capture: Capture) -> None:
-        self.record_metrics(measure_micro_batch(batch, capture, self.args.measure_settings))
+        self.record_metrics(measure_micro_batch(batch, capture, MeasureSettings.of(self.args)))

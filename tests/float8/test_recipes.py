@@ -14,7 +14,7 @@ from trl_fp8.checks import padding_for_kernels
 from trl_fp8.export import export_fp8
 from trl_fp8.float8 import RECIPES, convert_model
 from trl_fp8.float8.linear import SwitchableLinear
-from trl_fp8.rollout.pairing import pair_warning, resolve_quantization
+from trl_fp8.rollout.pairing import pair_warning
 
 
 def test_the_config_offers_every_recipe_and_no_other():
@@ -81,13 +81,12 @@ def test_another_recipe_is_a_record(tmp_path, monkeypatch):
     """It converts, finds its engine, and is exported by what its record says."""
     scheme = {"strategy": "dummy"}
     build = RECIPES["blockwise"].build
-    dummy = dataclasses.replace(RECIPES["rowwise"], name="dummy", build=build, weight_scheme=scheme, mismatch={})
+    dummy = dataclasses.replace(RECIPES["rowwise"], name="dummy", build=build, weight_scheme=scheme)
     monkeypatch.setitem(RECIPES, "dummy", dummy)
     model = nn.Sequential(nn.Linear(32, 16))
     assert convert_model(model, "dummy").converted == ("0",)
     assert isinstance(model[0], SwitchableLinear)
     assert model[0](torch.ones(2, 32)).shape == (2, 16)
-    assert resolve_quantization("auto", "dummy") == "fp8_per_channel"
     assert "different granularity (fp8_per_channel is the pair)" in pair_warning("dummy", "none", "fp8_per_tensor")
     build_model(tie_word_embeddings=False).save_pretrained(tmp_path / "plain")
     build_tokenizer().save_pretrained(tmp_path / "plain")

@@ -59,8 +59,8 @@ def save_policy(model, path, dtype=torch.bfloat16) -> str:
 
 
 def start_engine(model, output_dir, *, cls=RolloutEngine, records=None, report=None, **settings):
-    """An engine on the checkpoint `model` came from, constructed as TRL does, without a canary unless asked for."""
-    settings = {"vllm_canary_interval": 0, **settings}
+    """An engine on the checkpoint `model` came from, as TRL constructs it; its syncs are checked only if asked for."""
+    settings = {"vllm_sync_check_interval": 0, **settings}
     kwargs = {**ENGINE_KWARGS, **settings.pop("vllm_engine_kwargs", {})}
     args = FP8GRPOConfig(
         str(output_dir), use_cpu=True, report_to=[], use_vllm=True, vllm_engine_kwargs=kwargs, **settings

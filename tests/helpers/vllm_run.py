@@ -61,7 +61,7 @@ def main(folder, where, resume):
         "steps": [entry["step"] for entry in trainer.state.log_history if "loss" in entry],
         "recalibrated_at": [entry["step"] for entry in trainer.state.log_history if "update_ratio/fp8" in entry],
         "k3": logged(trainer, "mismatch/k3_kl"),
-        "canary": logged(trainer, "rollout/canary"),
+        "sync_logp_diff": logged(trainer, "rollout/sync_logp_diff"),
         "bounds": trainer.clip_bounds,
     }
     (Path(folder) / "result.json").write_text(json.dumps(result))

@@ -55,7 +55,7 @@ def run(folder: Path, name: str, request: dict) -> dict:
     trainer.save_model(str(folder / name / "final"))
     return {
         "scores": scores,
-        "canary": logged(trainer, "rollout/canary"),
+        "sync_logp_diff": logged(trainer, "rollout/sync_logp_diff"),
         "k3": logged(trainer, "mismatch/k3_kl"),
         "bytes": logged(trainer, "rollout/sync_bytes"),
         "rho": logged(trainer, "update_ratio/fp8"),

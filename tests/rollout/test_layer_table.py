@@ -4,7 +4,7 @@ import pytest
 from builders import build_model
 
 from trl_fp8.float8 import ConversionReport, convert_model
-from trl_fp8.rollout.layer_table import FUSED, check, compare, engine_name, ignored_by_engine
+from trl_fp8.rollout.layer_table import FUSED, build_layer_table, check_one_sided, engine_name, ignored_by_engine
 
 
 def report(converted, kept) -> ConversionReport:
@@ -41,10 +41,10 @@ CONVERTED = ["m.0.q_proj", "m.0.k_proj", "m.0.v_proj", "m.0.down_proj", "m.1.dow
 
 
 def test_equal_sides_have_nothing_one_sided():
-    parity = compare(report(CONVERTED, {"lm_head": "output embedding"}), "none", LAYERS, FUSED)
-    assert parity.one_sided == []
-    assert check(parity, "rowwise", "fp8_per_channel", asked_for=False) is None
-    assert str(parity).splitlines() == [
+    table = build_layer_table(report(CONVERTED, {"lm_head": "output embedding"}), "none", LAYERS, FUSED)
+    assert table.one_sided == []
+    assert check_one_sided(table, "rowwise", "fp8_per_channel", asked_for=False) is None
+    assert str(table).splitlines() == [
         "layers of the engine: trainer | vLLM",
         "     1 m.qkv_proj: rowwise, FP32 scales | Fp8",
         "     2 m.down_proj: rowwise, FP32 scales | Fp8",
@@ -62,22 +62,25 @@ def test_equal_sides_have_nothing_one_sided():
     ],
 )
 def test_a_layer_on_one_side_only_is_refused_unless_asked_for(layers, converted, one_sided):
-    parity = compare(report(converted, {}), "power_of_2", layers, FUSED)
-    assert parity.one_sided == one_sided
-    assert str(parity).count("<- one side only") == 1
+    table = build_layer_table(report(converted, {}), "power_of_2", layers, FUSED)
+    assert table.one_sided == one_sided
+    assert str(table).count("<- one side only") == 1
     with pytest.raises(ValueError, match=rf"1 layers are quantised on one side only .*\({one_sided[0]}\).*ignore"):
-        check(parity, "rowwise", "fp8_per_channel", asked_for=False)
-    assert one_sided[0] in check(parity, "rowwise", "fp8_per_channel", asked_for=True)
+        check_one_sided(table, "rowwise", "fp8_per_channel", asked_for=False)
+    assert one_sided[0] in check_one_sided(table, "rowwise", "fp8_per_channel", asked_for=True)
 
 
 @pytest.mark.parametrize(("recipe", "quantization"), [("none", "fp8"), ("rowwise", "none")])
 def test_one_side_in_high_precision_as_a_whole_is_what_was_asked_for(recipe, quantization):
     layers = LAYERS if quantization == "fp8" else dict.fromkeys(LAYERS)
     conversion = report(CONVERTED, {}) if recipe == "rowwise" else None
-    assert check(compare(conversion, "none", layers, FUSED), recipe, quantization, asked_for=False) is None
+    assert (
+        check_one_sided(build_layer_table(conversion, "none", layers, FUSED), recipe, quantization, asked_for=False)
+        is None
+    )
 
 
 def test_an_engine_that_quantises_nothing_is_refused():
-    parity = compare(report(CONVERTED, {}), "none", dict.fromkeys(LAYERS), FUSED)
+    table = build_layer_table(report(CONVERTED, {}), "none", dict.fromkeys(LAYERS), FUSED)
     with pytest.raises(ValueError, match="'nvfp4_per_token' quantises no layer"):
-        check(parity, "rowwise", "nvfp4_per_token", asked_for=True)
+        check_one_sided(table, "rowwise", "nvfp4_per_token", asked_for=True)

@@ -30,8 +30,9 @@ def adapted(model, name="default", **settings):
         adapted(build_model(), target_modules="all-linear", modules_to_save=["q_norm"]),
         adapted(build_model(tie_word_embeddings=False), target_modules=["lm_head"]),
         adapted(build_model(tie_word_embeddings=False), modules_to_save=["embed_tokens", "lm_head"]),
+        adapted(build_model(), modules_to_save=["embed_tokens"], ensure_weight_tying=True),
     ],
-    ids=["tied", "untied", "moe", "lora", "lora_named", "lora_norms", "lora_head", "lora_embeddings"],
+    ids=["tied", "untied", "moe", "lora", "lora_named", "lora_norms", "lora_head", "lora_embeddings", "lora_tied"],
 )
 def test_a_policy_is_the_model_of_its_checkpoint(policy):
     same_model.check_adapters(policy)
@@ -79,6 +80,16 @@ def resized(model):
     return model
 
 
+def configured(**settings):
+    """Another computation with the same parameters, which no weight sync would notice."""
+
+    def change(model):
+        model.config.update(settings)
+        return model
+
+    return change
+
+
 UNTIED = {"tie_word_embeddings": False}
 
 
@@ -99,19 +110,61 @@ UNTIED = {"tie_word_embeddings": False}
         (
             lambda model: adapted(model, modules_to_save=["embed_tokens"]),
             {},
-            ("one weight of embedding and head", True, False),
+            ("list of tied weights", [["lm_head.weight", "model.embed_tokens.weight"]], []),
         ),
         (
             lambda model: adapted(model, "mine", modules_to_save=["q_norm"]),
             {},
             ("model.layers.0.self_attn.q_norm.weight", (16,), "absent"),
         ),
+        (configured(rms_norm_eps=0.1), {}, ("rms_norm_eps", 1e-6, 0.1)),
+        (configured(hidden_act="gelu"), {}, ("hidden_act", "silu", "gelu")),
+        (
+            configured(layer_types=["sliding_attention"] * 2),
+            {},
+            ("layer_types", ["full_attention"] * 2, ["sliding_attention"] * 2),
+        ),
     ],
-    ids=["up_proj", "norm", "untied", "tied", "bias", "resized", "saved_head", "saved_embedding", "adapter_name"],
+    ids=[
+        "up_proj",
+        "norm",
+        "untied",
+        "tied",
+        "bias",
+        "resized",
+        "saved_head",
+        "saved_embedding",
+        "adapter_name",
+        "eps",
+        "activation",
+        "attention",
+    ],
 )
 def test_what_a_sync_could_not_carry_over_is_found(change, overrides, found):
     config = build_model(**overrides).config
     assert same_model.difference(config, change(build_model(**overrides))) == found
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"use_cache": False, "pad_token_id": 1, "dtype": torch.bfloat16, "architectures": ["Mine"]},
+        {"attention_dropout": 0.1, "initializer_range": 0.1, "max_position_embeddings": 128, "_name_or_path": "x"},
+    ],
+)
+def test_what_does_not_change_the_computation_is_not_another_model(settings):
+    model = configured(**settings)(build_model())
+    assert same_model.difference(build_model().config, model) is None
+
+
+def test_tied_parameters_have_the_names_of_the_engine():
+    assert same_model.tied_parameters(build_model(**UNTIED)) == []
+    tied = [["lm_head.weight", "model.embed_tokens.weight"]]
+    assert same_model.tied_parameters(build_model()) == tied
+    assert same_model.tied_parameters(adapted(build_model())) == tied
+    assert same_model.tied_parameters(adapted(build_model(), modules_to_save=["embed_tokens"])) == []
+    with torch.device("meta"):
+        assert same_model.tied_parameters(build_model()) == tied
 
 
 @pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
@@ -127,7 +180,15 @@ def test_nothing_is_built_or_changed(monkeypatch):
     policy = build_model()
     before = torch.random.get_rng_state()
     config = policy.config.to_dict()
+    looked_at, parameters = [], same_model.engine_parameters
+
+    def recorded(model):
+        looked_at.append({parameter.device.type for parameter in model.parameters()})
+        return parameters(model)
+
+    monkeypatch.setattr(same_model, "engine_parameters", recorded)
     same_model.difference(policy.config, policy)
+    assert looked_at == [{"meta"}, {"cpu"}]
     assert torch.equal(torch.random.get_rng_state(), before)
     assert policy.config.to_dict() == config
 

@@ -17,7 +17,6 @@ import pytest
 import torch
 from builders import RUN, build_dataset, build_model, build_tokenizer, digits_reward
 from safetensors.torch import load_file
-from torch import nn
 
 from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer
 from trl_fp8.float8 import convert_model
@@ -134,8 +133,11 @@ def test_the_address_is_trls(tmp_path):
     assert server_checks.server_url(build_args(tmp_path, vllm_server_base_url="http://a:1/")) == "http://a:1"
 
 
-def test_the_servers_configuration_is_what_it_tells(tmp_path, fake):
-    assert server_checks.ask(build_args(tmp_path, vllm_server_base_url=fake.url), "Qwen/Qwen3-8B") == SERVED
+def test_the_servers_configuration_is_what_it_says(tmp_path, fake):
+    assert (
+        server_checks.read_server_configuration(build_args(tmp_path, vllm_server_base_url=fake.url), "Qwen/Qwen3-8B")
+        == SERVED
+    )
     assert fake.requests == ["/health", "/server_info"]
 
 
@@ -149,7 +151,7 @@ def test_an_absent_server_is_waited_for_until_the_timeout(tmp_path, fake, monkey
     with pytest.raises(
         ConnectionError, match=f"no vLLM server at {fake.url} after vllm_server_timeout=7 s .*refused.*"
     ):
-        server_checks.ask(args, "Qwen/Qwen3-8B")
+        server_checks.read_server_configuration(args, "Qwen/Qwen3-8B")
     assert naps  # it asked again
     assert max(naps) <= server_checks._RETRY_INTERVAL
 
@@ -158,14 +160,14 @@ def test_a_server_that_starts_late_is_found(tmp_path, fake, monkeypatch):
     fake.status["/health"] = 503
     monkeypatch.setattr(server_checks.time, "sleep", lambda seconds: fake.status.clear())
     args = build_args(tmp_path, vllm_server_base_url=fake.url, vllm_server_timeout=60.0)
-    assert server_checks.ask(args, "Qwen/Qwen3-8B") == SERVED
+    assert server_checks.read_server_configuration(args, "Qwen/Qwen3-8B") == SERVED
 
 
 def test_a_server_that_never_gets_healthy_is_given_up(tmp_path, fake):
     """TRL's own wait has no end here: it gives up on refused connections only."""
     fake.status["/health"] = 503
     with pytest.raises(ConnectionError, match="503"):
-        server_checks.ask(build_args(tmp_path, vllm_server_base_url=fake.url), "Qwen/Qwen3-8B")
+        server_checks.read_server_configuration(build_args(tmp_path, vllm_server_base_url=fake.url), "Qwen/Qwen3-8B")
 
 
 def test_a_server_without_development_endpoints_is_refused(tmp_path, fake):
@@ -173,23 +175,23 @@ def test_a_server_without_development_endpoints_is_refused(tmp_path, fake):
     with pytest.raises(
         ValueError, match="has no /server_info.*VLLM_SERVER_DEV_MODE=1 .*openai.api_server --model Qwen/Qwen3-8B"
     ):
-        server_checks.ask(build_args(tmp_path, vllm_server_base_url=fake.url), "Qwen/Qwen3-8B")
+        server_checks.read_server_configuration(build_args(tmp_path, vllm_server_base_url=fake.url), "Qwen/Qwen3-8B")
 
 
 @pytest.mark.parametrize("status", [401, 500])
 def test_a_server_that_keeps_its_configuration_to_itself_is_refused(tmp_path, fake, status):
     fake.status["/server_info"] = status
     with pytest.raises(
-        ConnectionError, match=f"/server_info answers {status}.*API key.*api_server --model Qwen/Qwen3-8B"
+        ValueError, match=f"answers /server_info with {status}.*API key.*api_server --model Qwen/Qwen3-8B"
     ):
-        server_checks.ask(build_args(tmp_path, vllm_server_base_url=fake.url), "Qwen/Qwen3-8B")
+        server_checks.read_server_configuration(build_args(tmp_path, vllm_server_base_url=fake.url), "Qwen/Qwen3-8B")
 
 
 def test_a_server_that_is_silent_about_its_configuration_is_refused(tmp_path, fake, monkeypatch):
     fake.silent.add("/server_info")
     monkeypatch.setattr(server_checks, "_ANSWER_TIMEOUT", 0.2)
     with pytest.raises(ConnectionError, match="is healthy and does not answer /server_info within 0.2 s"):
-        server_checks.ask(build_args(tmp_path, vllm_server_base_url=fake.url), "Qwen/Qwen3-8B")
+        server_checks.read_server_configuration(build_args(tmp_path, vllm_server_base_url=fake.url), "Qwen/Qwen3-8B")
 
 
 def test_a_server_with_less_room_than_the_run_needs_is_refused(tmp_path):
@@ -201,6 +203,12 @@ def test_a_server_with_less_room_than_the_run_needs_is_refused(tmp_path):
     server_checks.check_settings(build_args(tmp_path, max_completion_length=63), SERVED)
 
 
+def test_what_is_not_json_is_refused(tmp_path, fake, monkeypatch):
+    monkeypatch.setattr(json, "dumps", lambda content: "<html>")
+    with pytest.raises(ValueError, match="else at /server_info than the configuration of a vLLM server"):
+        server_checks.read_server_configuration(build_args(tmp_path, vllm_server_base_url=fake.url), "Qwen/Qwen3-8B")
+
+
 @pytest.mark.parametrize(
     "answer",
     [
@@ -210,12 +218,17 @@ def test_a_server_with_less_room_than_the_run_needs_is_refused(tmp_path):
         None,
         {**SERVED, "model_config": None},
         {**SERVED, "model_config": {}},
+        {**SERVED, "cache_config": {}},
+        {**SERVED, "cache_config": None},
+        {name: value for name, value in SERVED.items() if name != "instance_id"},
     ],
 )
-def test_what_is_no_vllm_server_is_refused(tmp_path, fake, answer):
+def test_what_is_not_a_vllm_server_is_refused(tmp_path, fake, answer):
     fake.served = answer
-    with pytest.raises(ValueError, match="/server_info is not the configuration of a vLLM server"):
-        server_checks.ask(build_args(tmp_path, vllm_server_base_url=fake.url), "Qwen/Qwen3-8B")
+    with pytest.raises(
+        ValueError, match="else at /server_info than the configuration of a vLLM server, .* Start vLLM there"
+    ):
+        server_checks.read_server_configuration(build_args(tmp_path, vllm_server_base_url=fake.url), "Qwen/Qwen3-8B")
 
 
 # -- comparing
@@ -270,7 +283,7 @@ def test_a_server_that_does_not_fit_is_refused_with_the_command_of_one_that_does
     assert server_checks.serve_command(args, "/models/policy") in str(error.value)
 
 
-def test_all_differences_are_told_at_once(tmp_path):
+def test_all_differences_are_named_at_once(tmp_path):
     with pytest.raises(ValueError, match="quantization.*; .*KV cache.*; .*logprobs mode"):
         server_checks.check_settings(
             build_args(tmp_path), changed(quantization="mxfp8", cache_dtype="fp8", logprobs_mode="raw_logits")
@@ -341,14 +354,14 @@ def test_another_checkpoint_of_the_same_architecture_is_no_other_model(tmp_path)
 
 def test_another_model_is_refused(tmp_path):
     build_model(hidden_size=32).save_pretrained(tmp_path / "served")
-    with pytest.raises(ValueError, match="with hidden_size=32, and the policy .* has 64: it cannot take"):
+    with pytest.raises(ValueError, match="has hidden_size=32, and the policy .* has 64: it cannot take .* Restart"):
         server_checks.check_model(build_args(tmp_path), changed(model=str(tmp_path / "served")), build_model())
 
 
 def test_a_server_that_changes_its_model_is_refused(tmp_path):
     build_model().save_pretrained(tmp_path / "served")
     served = changed(model=str(tmp_path / "served"), hf_overrides={"rms_norm_eps": 0.1})
-    with pytest.raises(ValueError, match="with rms_norm_eps=0.1, and the policy"):
+    with pytest.raises(ValueError, match="has rms_norm_eps=0.1, and the policy .*1e-06.* Restart"):
         server_checks.check_model(build_args(tmp_path), served, build_model())
 
 
@@ -384,7 +397,7 @@ def serving(fake, policy, monkeypatch):
 
 
 def build_trainer(policy, folder, url, **settings):
-    settings = {"vllm_canary_interval": 0, "model_init_kwargs": {"dtype": "float32"}, **settings}
+    settings = {"vllm_sync_check_interval": 0, "model_init_kwargs": {"dtype": "float32"}, **settings}
     args = build_args(folder / "out", vllm_server_base_url=url, **settings)
     return FP8GRPOTrainer(policy, digits_reward, args, build_dataset(), processing_class=build_tokenizer())
 
@@ -404,7 +417,7 @@ def test_a_server_that_does_not_fit_is_refused_before_the_policy_is_loaded(polic
 
 
 def test_a_run_sends_every_weight_before_every_generation(policy, tmp_path, serving, capsys):
-    trainer = build_trainer(policy, tmp_path, serving.url, max_steps=8, vllm_canary_interval=1)
+    trainer = build_trainer(policy, tmp_path, serving.url, max_steps=8, vllm_sync_check_interval=1)
     assert "rollout: a vLLM server in fp8_per_channel" in capsys.readouterr().out
     start = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
     trainer.train()
@@ -416,7 +429,7 @@ def test_a_run_sends_every_weight_before_every_generation(policy, tmp_path, serv
     syncs = [path for path in serving.requests if path in ("/collective_rpc", "/reset_prefix_cache")]
     assert syncs == ["/collective_rpc", "/reset_prefix_cache"] * 2
     assert list((tmp_path / "out").glob("rollout-weights-*")) == []
-    logs = [entry for entry in trainer.state.log_history if "rollout/canary" in entry]
+    logs = [entry for entry in trainer.state.log_history if "rollout/sync_logp_diff" in entry]
     assert len(logs) == 2
     assert all(entry["rollout/sync_bytes"] > 0 for entry in logs)
 
@@ -442,7 +455,7 @@ def test_a_server_that_cannot_load_the_weights_generates_no_more(policy, tmp_pat
         engine.generate([[3, 4, 5]], None, 1)
 
 
-def test_a_lost_server_is_told(policy, tmp_path, serving):
+def test_a_lost_server_is_named(policy, tmp_path, serving):
     engine = build_trainer(policy, tmp_path, serving.url).vllm_generation
     engine.vllm_client.session.get_adapter(serving.url).max_retries.backoff_factor = 0
     engine.sync_weights()
@@ -488,23 +501,13 @@ def test_shards_hold_everything_and_no_more_than_asked(tmp_path):
     assert all(torch.equal(read[name], tensors[name]) for name in tensors)
 
 
-def test_tied_parameters_are_found_under_every_name():
-    model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
-    assert server.tied_names(model) == {}
-    model["b"].weight = model["a"].weight
-    assert server.tied_names(model) == {"a.weight": ["b.weight"]}
-    sent = list(server.with_aliases(iter([("a.weight", model["a"].weight)]), server.tied_names(model)))
-    assert [name for name, _ in sent] == ["a.weight", "b.weight"]
-    assert sent[1][1].data_ptr() != sent[0][1].data_ptr()
-
-
 @pytest.mark.parametrize("address", ["foo", "http://127.0.0.1:abc"])
-def test_an_address_that_is_none_is_refused_at_once(address, tmp_path):
+def test_what_is_not_an_address_is_refused_at_once(address, tmp_path):
     args = FP8GRPOConfig(
         str(tmp_path), use_cpu=True, report_to=[], use_vllm=True, vllm_mode="server", vllm_server_base_url=address
     )
-    with pytest.raises(ValueError, match="which is none.*Set vllm_server_base_url"):
-        server_checks.ask(args, "Qwen/Qwen3-8B")
+    with pytest.raises(ValueError, match="which is not an address.*Set vllm_server_base_url"):
+        server_checks.read_server_configuration(args, "Qwen/Qwen3-8B")
 
 
 def test_what_does_not_speak_http_is_no_server(tmp_path):
@@ -527,14 +530,14 @@ def test_what_does_not_speak_http_is_no_server(tmp_path):
             vllm_server_timeout=0.1,
         )
         with pytest.raises(ConnectionError, match="with no vLLM server at"):
-            server_checks.ask(args, "Qwen/Qwen3-8B")
+            server_checks.read_server_configuration(args, "Qwen/Qwen3-8B")
 
 
-def test_weights_a_killed_run_has_left_are_swept(tmp_path):
+def test_weights_a_killed_run_has_left_are_deleted(tmp_path):
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     for pid in (dead.pid, os.getpid()):
         (tmp_path / f"rollout-weights-{pid}-x").mkdir()
     (tmp_path / "rollout-weights-mine").mkdir()
-    server.sweep(tmp_path)
+    server.delete_weights_of_dead_runs(tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == [f"rollout-weights-{os.getpid()}-x", "rollout-weights-mine"]

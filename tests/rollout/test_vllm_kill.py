@@ -58,5 +58,5 @@ def test_a_run_killed_in_generation_and_between_mini_batches_resumes(tmp_path):
     assert result["recalibrated_at"] == [8, 16]
     # The engine starts from the untrained checkpoint and gets the trained weights before it generates
     assert max(result["k3"]) < 0.02
-    assert max(result["canary"]) < 0.1
+    assert max(result["sync_logp_diff"]) < 0.1
     assert result["bounds"] != [0.6, 1.8]

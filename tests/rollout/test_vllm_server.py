@@ -84,11 +84,12 @@ def test_the_trainer_waits_for_the_server_and_trains_with_it(finished):
     assert logged(finished, "mismatch/unscored") == [0.0, 0.0]
 
 
-def test_each_generation_batch_syncs_once_and_the_canary_compares(finished):
+def test_each_generation_batch_syncs_once_and_is_compared(finished):
     num_bytes = 4 * sum(p.numel() for p in finished.model.parameters())
     assert logged(finished, "rollout/sync_bytes") == [num_bytes] * 2
-    assert all(0 < value < 0.1 for value in logged(finished, "rollout/canary"))
-    assert len(logged(finished, "rollout/canary")) == 2
+    differences = logged(finished, "rollout/sync_logp_diff")
+    assert len(differences) == 2
+    assert all(0 < value < 0.1 for value in differences)
 
 
 def test_no_weights_are_left_on_disk(finished, folder):
@@ -102,7 +103,7 @@ def test_a_synced_server_equals_a_fresh_engine_on_the_new_checkpoint(finished, f
     start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     save_policy(other, folder / "other")
     fresh = score(start_engine(other, folder).llm)
-    monkeypatch.setattr(engine.canary, "interval", 0)  # the engine is given other weights than were trained
+    monkeypatch.setattr(engine.sync_check, "interval", 0)  # the engine is given other weights than were trained
     engine.sync_weights()
     trained = server_scores(finished)
     assert (trained - before).abs().mean() > 0  # the last step was not sent yet
@@ -138,7 +139,7 @@ def test_a_server_that_quantises_otherwise_is_refused(path, tmp_path, finished, 
 
 def test_a_server_of_another_model_is_refused(tmp_path, finished, server):
     other = save_policy(build_policy(num_hidden_layers=3), tmp_path / "other")
-    with pytest.raises(ValueError, match="with num_hidden_layers=2, and the policy .* has 3: it cannot take"):
+    with pytest.raises(ValueError, match="has num_hidden_layers=2, and the policy .* has 3: it cannot take"):
         build_server_trainer(other, tmp_path, server.url)
 
 
@@ -146,9 +147,9 @@ def test_a_server_without_development_endpoints_is_refused(path, tmp_path, monke
     # What vLLM answers without VLLM_SERVER_DEV_MODE, from the same server
     from trl_fp8.rollout import server_checks
 
-    get = server_checks._get
+    get = requests.get
     monkeypatch.setattr(
-        server_checks, "_get", lambda url, timeout: get(url.replace("server_info", "nothing"), timeout)
+        server_checks.requests, "get", lambda url, **options: get(url.replace("server_info", "nothing"), **options)
     )
     with pytest.raises(ValueError, match="has no /server_info.*VLLM_SERVER_DEV_MODE=1"):
         build_server_trainer(path, tmp_path, server.url)

@@ -61,7 +61,9 @@ def launch(strategy, requests, folder):
         check=False,
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    return [torch.load(path, weights_only=False) for path in sorted(folder.glob("rank*.pt"))]
+    ranks = [torch.load(path, weights_only=False) for path in sorted(folder.glob("rank*.pt"))]
+    assert len(ranks) == 2
+    return ranks
 
 
 @pytest.fixture(scope="module")
@@ -94,9 +96,9 @@ def runs(tmp_path_factory):
 def test_every_rank_rolls_out_with_the_same_weights_and_calibrates(strategy, name, runs):
     (first, second), _ = runs(strategy, name)
     assert first["type"] == STRATEGIES[strategy]
-    for key in ("canary", "bounds", "bytes", "k3", "scores"):
+    for key in ("sync_logp_diff", "bounds", "bytes", "k3", "scores"):
         assert str(first[key]) == str(second[key]), key
-    assert len(first["canary"]) == len(first["k3"]) == 3  # generation batches, those before a resume too
+    assert len(first["sync_logp_diff"]) == len(first["k3"]) == 3  # generation batches, those before a resume too
     assert len(first["rho"]) > 0
     assert first["bounds"] != (0.6, 1.8)
     assert max(first["k3"]) < 0.01

@@ -117,6 +117,19 @@ class MeasureSettings:
     clip_min: float | None
     clip_max: float | None
 
+    @classmethod
+    def of(cls, args: Any) -> "MeasureSettings":
+        """Read from an `FP8GRPOConfig`."""
+        return cls(
+            level=args.importance_sampling_level,
+            reads_both_bounds=args.reads_both_bounds,
+            ref_bounds=args.reference_bounds,
+            delta=args.delta,
+            mode=args.vllm_importance_sampling_mode,
+            clip_min=args.vllm_importance_sampling_clip_min,
+            clip_max=args.vllm_importance_sampling_clip_max,
+        )
+
 
 @dataclass(frozen=True)
 class Ratios:

@@ -1,9 +1,10 @@
 """The door to private or non-public names of TRL's vLLM generation, of vLLM, and of PEFT's merging.
 
 As in `_upstream.py`, each entry says why it is needed, the versions it was checked against, and what removes it, and
-`tests/test_upstream.py` holds its contract.
+`tests/rollout/test_upstream.py` holds its contract.
 """
 
+import copy
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator
@@ -11,12 +12,13 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast, get_args
 
+from accelerate.utils import is_peft_model
 from torch import Tensor, nn
 
 # trl 1.16: `VLLMGeneration` has no public path and no hook for engine arguments or for the weight sync; its module and
-# the trainer's are imported to replace one name in each while TRL constructs (`_replaced`). `empty_cache` is what TRL
-# calls before it wakes an engine. Delete when `GRPOTrainer` takes engine arguments (huggingface/trl#6776) and
-# syncs quantised engines (huggingface/trl#7085). `add_fused_lm_head` is documented and not exported: see `fused_head`.
+# the trainer's are imported to replace one name while TRL constructs (`in_place_of_trls`). Delete when `GRPOTrainer`
+# takes engine arguments (huggingface/trl#6776) and syncs quantised engines (huggingface/trl#7085).
+# `add_fused_lm_head` is documented and not exported: see `fused_head`.
 from trl.generation import vllm_generation
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration, empty_cache
@@ -27,22 +29,22 @@ from urllib3.util import Retry
 
 
 __all__ = [
+    "REPLACED",
     "VLLM_OVERRIDES",
     "VLLMClient",
     "VLLMGeneration",
-    "client_in_place_of_trls",
-    "empty_cache",
+    "copy_without_hooks",
     "engine_arguments",
-    "engine_in_place_of_trls",
     "engine_rounds_block_scales",
     "fused_head",
+    "in_place_of_trls",
     "kv_cache_dtypes",
     "limit_answers",
-    "llm_in_place_of_vllms",
     "reload_weights",
     "repack_tied_heads",
     "require_vllm",
     "tuner_layers",
+    "wake_weights",
 ]
 
 # trl 1.16: methods of `VLLMGeneration` that `RolloutEngine` overrides or iterates over, with their parameters. Delete
@@ -55,8 +57,15 @@ VLLM_OVERRIDES = {
 }
 
 
+# trl 1.16: names of what we build in another way, and the modules in which TRL calls them: its engine in
+# `GRPOTrainer.__init__`, vLLM's and the client (TRL's refuses every device but CUDA) in `VLLMGeneration._init_vllm`.
+REPLACED = {"VLLMGeneration": grpo_trainer, "LLM": vllm_generation, "VLLMClient": vllm_generation}
+
+
 @contextmanager
-def _replaced(module: Any, name: str, value: Any) -> Iterator[Any]:
+def in_place_of_trls(name: str, value: Callable[..., Any]) -> Iterator[Any]:
+    """Context in which TRL calls `value` where it says `name`, one of [`REPLACED`]; enters with the original."""
+    module: Any = REPLACED[name]
     original = getattr(module, name)
     setattr(module, name, value)
     try:
@@ -92,27 +101,6 @@ def kv_cache_dtypes() -> tuple[str, ...]:
     return get_args(CacheDType)
 
 
-def engine_in_place_of_trls(engine: Callable[..., Any]) -> Any:
-    """Context in which `GRPOTrainer.__init__` builds `engine(...)` where it says `VLLMGeneration(...)` (trl 1.16)."""
-    return _replaced(grpo_trainer, "VLLMGeneration", engine)
-
-
-def llm_in_place_of_vllms(build: Callable[..., Any]) -> Any:
-    """Context in which `VLLMGeneration._init_vllm` calls `build(...)` where it says `LLM(...)` (trl 1.16).
-
-    Enters with vLLM's own class.
-    """
-    return _replaced(vllm_generation, "LLM", build)
-
-
-def client_in_place_of_trls(client: Callable[..., Any]) -> Any:
-    """Context in which `VLLMGeneration._init_vllm` calls `client(...)` where it says `VLLMClient(...)` (trl 1.16).
-
-    TRL's client refuses every device but CUDA, and there is no hook for another way to send the weights.
-    """
-    return _replaced(vllm_generation, "VLLMClient", client)
-
-
 class _RetryExceptAfterTimeout(Retry):
     """A server that does not answer in time hangs, and asking it five times more would hang the run as long again."""
 
@@ -128,6 +116,17 @@ def limit_answers(client: VLLMClient, seconds: float) -> None:
     for adapter in adapters:
         adapter.max_retries = _RetryExceptAfterTimeout(**vars(adapter.max_retries))
     cast(Any, client.session).request = partial(client.session.request, timeout=seconds)
+
+
+def wake_weights(engine: Any) -> None:
+    """Give a sleeping engine its weights back, as TRL's own sync does before it loads new ones (trl 1.16).
+
+    TRL's `generate` would wake them again, and sync again, while the private flag is set. Delete when TRL's sync takes
+    another way of loading.
+    """
+    empty_cache()
+    engine.llm.wake_up(tags=["weights"])
+    engine._llm_weights_sleeping = False
 
 
 def reload_weights(worker: Any, weights: Iterator[tuple[str, Tensor]]) -> None:
@@ -175,6 +174,15 @@ def tuner_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     yield from ((name, module) for name, module in model.named_modules() if isinstance(module, BaseTunerLayer))
 
 
+def copy_without_hooks(layer: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A deep copy of `layer` without hooks, which hold the engines of ZeRO; `memo` is that of `copy.deepcopy`.
+
+    torch 2.13 has no public way to list or drop the hooks of a module. Delete when it has one.
+    """
+    hooks = (value for module in layer.modules() for name, value in vars(module).items() if name.endswith("_hooks"))
+    return copy.deepcopy(layer, memo | {id(value): type(value)() for value in hooks if value})
+
+
 @contextmanager
 def fused_head(model: Any) -> Iterator[None]:
     """Context in which `model(..., labels=labels, fused_lm_head=True)` gives log-probs at temperature 1 (trl 1.16).
@@ -182,7 +190,7 @@ def fused_head(model: Any) -> Iterator[None]:
     The forward that TRL trains with. The model's own would call the head as a module, which ZeRO-3 remembers, fetches
     ahead in the next step, and fails on when TRL gathers the head itself.
     """
-    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    base = model.get_base_model() if is_peft_model(model) else model
     before = vars(base).get("forward")
     add_fused_lm_head(base)
     try:

@@ -1,6 +1,5 @@
 """Adapters on their way to an engine: merged in a copy of their layer, so that the policy keeps every bit."""
 
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from ._upstream import tuner_layers
+from . import _upstream
 
 
 @contextmanager
@@ -25,7 +24,7 @@ def merging_into_copies(model: Any) -> Iterator[None]:
     original = model.named_parameters
 
     def merge_adapter(*args: Any, **kwargs: Any) -> None:
-        for _, layer in tuner_layers(model):  # outermost first, and layers of several adapters may be nested
+        for _, layer in _upstream.tuner_layers(model):  # outermost first, and layers of several adapters may be nested
             for name, parameter in layer.named_parameters():
                 layers.setdefault(id(parameter), (name, layer))
 
@@ -51,16 +50,10 @@ def merging_into_copies(model: Any) -> Iterator[None]:
 
 @torch.no_grad()
 def _merged_copy(layer: nn.Module) -> nn.Module:
-    """A copy of a PEFT layer, whole on each rank and without hooks (they hold the engines of ZeRO), merged.
-
-    torch has no public way to list or drop the hooks of a module (torch 2.13).
-    """
-    memo: dict[int, Any] = {id(p): nn.Parameter(_whole(p), requires_grad=False) for p in layer.parameters()}
-    for module in layer.modules():
-        hooks = (value for name, value in vars(module).items() if name.endswith("_hooks") and value)
-        memo |= {id(value): type(value)() for value in hooks}
-    copied = copy.deepcopy(layer, memo)
-    for _, part in tuner_layers(copied):
+    """A copy of a PEFT layer, whole on each rank and without hooks, merged."""
+    whole = {id(p): nn.Parameter(_whole(p), requires_grad=False) for p in layer.parameters()}
+    copied = _upstream.copy_without_hooks(layer, whole)
+    for _, part in _upstream.tuner_layers(copied):
         if not part.merged:
             part.merge()
     return copied

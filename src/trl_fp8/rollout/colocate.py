@@ -4,7 +4,7 @@ TRL loads one parameter at a time into the running engine. A quantised engine ha
 that raises, or leaves garbage where it does not (q, k and v live in one fused FP8 weight with its scales). vLLM's own
 way to new weights is one bracket around all of them: the layers become BF16 placeholders, each is quantised when its
 last parameter has arrived and is copied into the old storage, and the rest is finished at the end. The weights' side
-of it is `weights.py`, the same with vLLM in a server of its own `server.py`.
+of it is `engine.py`, the same with vLLM in a server of its own `server.py`.
 """
 
 import contextlib
@@ -15,16 +15,17 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+from accelerate.utils import is_peft_model
 from torch import Tensor, nn
 from transformers import AutoConfig
 
 from ..config import FP8GRPOConfig
 from ..float8.convert import ConversionReport
 from ..float8.recipes import RECIPES
-from . import _upstream, layer_table, same_model, server_checks
+from . import _upstream, same_model, server_checks
 from .engine import SyncedEngine
-from .layer_table import engine_layers, ignored_by_engine
-from .pairing import rollout_warnings, scale_rule_warning
+from .layer_table import build_layer_table, check_one_sided, engine_layers, ignored_by_engine
+from .pairing import engine_dtype, rollout_warnings, scale_rule_warning
 from .server import ServerEngine
 
 
@@ -43,7 +44,7 @@ def engine_context(
         args: of the run. Without vLLM, or with everything of ours off, TRL keeps its own engine.
         policy: name or model, as the trainer was given it.
         before_start: called when the policy is loaded and the engine (5 to 40 s) is not started yet; converts it.
-        record: takes metrics, see [`~trl_fp8.metrics.MetricWindow`].
+        record: takes metrics, see [`~trl_fp8.diagnostics.MetricWindow`].
 
     Raises:
         ConnectionError, ValueError: there is no server, or it is not the one the run is configured for; vLLM knows no
@@ -55,8 +56,7 @@ def engine_context(
         return contextlib.nullcontext()
     for warning in rollout_warnings(args):
         logger.warning(warning)
-    # Now, since loading a policy takes long
-    _upstream.require_vllm()
+    _upstream.require_vllm()  # now, since loading a policy takes long
     if args.vllm_mode == "colocate":
         check_arguments(args)
         if args.device.type == "cpu" and "enforce_eager" not in cast(dict, args.vllm_engine_kwargs or {}):
@@ -66,9 +66,10 @@ def engine_context(
             )
     elif args.process_index == 0:
         name = policy if isinstance(policy, str) else policy.name_or_path or ""
-        server_checks.check_settings(args, server_checks.ask(args, name))
+        server_checks.check_settings(args, server_checks.read_server_configuration(args, name))
     engine = ServerEngine if args.vllm_mode == "server" else RolloutEngine
-    return _upstream.engine_in_place_of_trls(partial(engine, settings=args, before_start=before_start, record=record))
+    build = partial(engine, settings=args, before_start=before_start, record=record)
+    return _upstream.in_place_of_trls("VLLMGeneration", build)
 
 
 class RolloutEngine(SyncedEngine):
@@ -76,41 +77,41 @@ class RolloutEngine(SyncedEngine):
 
     # -- construction ------------------------------------------------------------------------------------------------
 
-    def _init_vllm(self) -> None:
-        _upstream.require_vllm()
-        settings = self._settings
+    def check_model(self) -> None:
         check_source(self.model, self.trust_remote_code)
-        same_model.check_experts(self.model, self.accelerator.device.type)
-        self._expected = set(same_model.engine_parameters(self.model))
-        self._report = self._before_start()
-        self._ignored = [] if settings.rollout_quantization == "none" else ignored_by_engine(self._report)
-        with _upstream.llm_in_place_of_vllms(self._build) as self._llm_class:
-            super()._init_vllm()
-        if "hf_overrides" in (settings.vllm_engine_kwargs or {}):
-            check_engine(self.llm.llm_engine.model_config.hf_config, self.model)
+
+    @contextlib.contextmanager
+    def starting(self) -> Iterator[None]:
+        settings, report = self._settings, self._report
+        self._chosen = cast(dict, settings.vllm_engine_kwargs or {})
+        self._ignored = [] if settings.rollout_quantization == "none" else ignored_by_engine(report)
+        with _upstream.in_place_of_trls("LLM", self._build) as self._llm_class:
+            yield
+        if "hf_overrides" in self._chosen:
+            found = same_model.config_difference(self.llm.llm_engine.model_config.hf_config, self.model)
+            advice = "Take it out of hf_overrides in vllm_engine_kwargs."
+            same_model.refuse_difference(found, "The engine", self.model, advice)
         fused = self.llm.apply_model(lambda model: getattr(model, "packed_modules_mapping", None) or {})[0]
         layers = self.llm.apply_model(engine_layers)[0]
-        self.parity = layer_table.compare(self._report, settings.fp8_scale_rounding, layers, fused)
-        asked_for = "quantization_config" in (settings.vllm_engine_kwargs or {})
-        recipe = "none" if self._report is None else self._report.recipe
-        told = [layer_table.check(self.parity, recipe, settings.rollout_quantization, asked_for)]
+        self.layer_table = build_layer_table(report, settings.fp8_scale_rounding, layers, fused)
+        recipe, asked_for = "none" if report is None else report.recipe, "quantization_config" in self._chosen
+        warnings = [check_one_sided(self.layer_table, recipe, settings.rollout_quantization, asked_for)]
         if recipe != "none" and RECIPES[recipe].engine_rounds_somewhere:
-            told.append(scale_rule_warning(settings, _upstream.engine_rounds_block_scales()))
-        for message in filter(None, told):
-            logger.warning(message)
+            warnings.append(scale_rule_warning(settings, _upstream.engine_rounds_block_scales()))
+        for warning in filter(None, warnings):
+            logger.warning(warning)
         if self.accelerator.is_main_process:
-            print(self.parity)  # noqa: T201 - beside the report of the conversion
-        interval = settings.vllm_canary_interval
-        if self.enable_sleep_mode and interval:
-            logger.warning(
-                "The canary after a weight sync is off: with vllm_enable_sleep_mode the cache still sleeps."
-            )
-            interval = 0
-        self.canary = self.build_canary(interval, self.llm.llm_engine.model_config.max_model_len)
+            print(self.layer_table)  # noqa: T201 - beside the report of the conversion
+
+    @property
+    def max_length(self) -> int:
+        return self.llm.llm_engine.model_config.max_model_len
 
     def _build(self, **kwargs: Any) -> Any:
-        quantization, own = self._settings.rollout_quantization, {}
-        extra = dict(cast(dict, self._settings.vllm_engine_kwargs or {}))
+        quantization, extra = self._settings.rollout_quantization, dict(self._chosen)
+        # vLLM follows the checkpoint, which may be FP16 or FP32; the trainer quantises what autocast makes of it
+        own = {"dtype": engine_dtype(self._settings), "kv_cache_dtype": self._settings.vllm_kv_cache_dtype}
+        own = {name: value for name, value in own.items() if value is not None}
         if quantization != "none":
             if kwargs.get("quantization") is not None:
                 raise ValueError(
@@ -123,11 +124,6 @@ class RolloutEngine(SyncedEngine):
                 chosen = dict(extra.get("quantization_config") or {})
                 chosen["ignore"] = [*chosen.get("ignore", []), *self._ignored]
                 extra["quantization_config"] = chosen
-        # vLLM follows the checkpoint, which may be FP16 or FP32; the trainer quantises what autocast makes of it
-        if self._settings.bf16 or self._settings.fp16:
-            own["dtype"] = "bfloat16" if self._settings.bf16 else "float16"
-        if self._settings.vllm_kv_cache_dtype is not None:
-            own["kv_cache_dtype"] = self._settings.vllm_kv_cache_dtype
         try:
             return self._llm_class(**{**kwargs, **own, **extra})
         except Exception as error:
@@ -137,17 +133,15 @@ class RolloutEngine(SyncedEngine):
                 f"arguments it got {own | extra}: correct vllm_quantization={quantization!r}, vllm_kv_cache_dtype="
                 f"{self._settings.vllm_kv_cache_dtype!r} or vllm_engine_kwargs; if memory is short, "
                 "vllm_gpu_memory_utilization or vllm_max_model_length."
-                + " On a CPU vLLM has kernels for 'fp8_per_channel' only (fp8_recipe='rowwise')."
-                * on_cpu
+                + on_cpu
+                * " On a CPU vLLM has kernels for 'fp8_per_channel' only (fp8_recipe='rowwise')."
             ) from error
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
     def send(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         if self.enable_sleep_mode:
-            _upstream.empty_cache()
-            self.llm.wake_up(tags=["weights"])
-            self._llm_weights_sleeping = False
+            _upstream.wake_weights(self)
         self.llm.collective_rpc(_upstream.reload_weights, args=(weights,))
         if self.accelerator.device.type == "cpu":
             self.llm.apply_model(_upstream.repack_tied_heads)
@@ -178,7 +172,7 @@ def check_arguments(args: FP8GRPOConfig) -> None:
         )
     if args.vllm_kv_cache_dtype is not None and args.vllm_kv_cache_dtype not in dtypes:
         raise ValueError(
-            f"vllm_kv_cache_dtype={args.vllm_kv_cache_dtype!r} is no type of cache this vLLM has. Use one of "
+            f"vllm_kv_cache_dtype={args.vllm_kv_cache_dtype!r} is not a type of cache this vLLM has. Use one of "
             f"{', '.join(dtypes)}, or None for the model's."
         )
 
@@ -199,30 +193,12 @@ def check_source(model: Any, trust_remote_code: bool) -> None:
             f"use_vllm=True with a policy from {path!r}, which holds no configuration vLLM could start from: "
             f"{error}. {advice}"
         ) from error
-    same_model.check_adapters(model)
-    found = same_model.difference(config, model)
-    if found:
-        what, theirs, ours = found
-        if hasattr(model, "peft_config"):
-            advice = (
-                "If the adapter is what differs: the weight sync carries over what PEFT merges, for adapters named "
-                "'default' (not AdaLoRA, nor trainable tokens of a larger adapter). Otherwise: " + advice
-            )
-        raise ValueError(
-            f"use_vllm=True with a policy whose {what} is {ours}, while its checkpoint {path!r}, from which vLLM "
-            f"starts, says {theirs}. {advice}"
+    if is_peft_model(model):
+        advice = (
+            "If the adapter is what differs: the weight sync carries over what PEFT merges, for adapters named "
+            "'default' (not AdaLoRA, nor trainable tokens of a larger adapter). Otherwise: " + advice
         )
-
-
-def check_engine(config: Any, model: Any) -> None:
-    """Refuse an engine whose `hf_overrides` make another model of its checkpoint."""
-    found = same_model.config_difference(config, model)
-    if found:
-        what, theirs, ours = found
-        raise ValueError(
-            f"The engine runs with {what}={theirs}, and the policy has {ours}, so the policy that samples would be "
-            "another one than the one that is trained. Take it out of hf_overrides in vllm_engine_kwargs."
-        )
+    same_model.refuse_difference(same_model.difference(config, model), f"The checkpoint {path!r}", model, advice)
 
 
 def check_cache_scales(model: nn.Module) -> None:

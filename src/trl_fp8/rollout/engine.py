@@ -4,32 +4,38 @@ A sync that lacks k_proj fills a third of the fused layer with uninitialised mem
 fails half-way leaves old, new and no weights side by side. So names are compared before anything is sent, and an
 engine that was left half-loaded generates no more. Per sync:
 
-    names complete?  ->  send(all parameters, one at a time)  ->  canary  ->  metrics
+    names complete?  ->  send(all parameters, one at a time)  ->  log-probs of both sides  ->  metrics
 """
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any
 
 import torch
+from accelerate.utils import is_peft_model
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from ..config import FP8GRPOConfig
 from ..float8.convert import ConversionReport, whole_shape
-from . import _upstream
+from . import _upstream, same_model
 from .adapters import merging_into_copies
-from .sync_check import Canary
+from .sync_check import SyncCheck
+
+
+logger = logging.getLogger(__name__)
+_ADVICE = "Change the modules of the policy before the trainer is built."
 
 
 class SyncedEngine(_upstream.VLLMGeneration):
-    """TRL's vLLM with a weight sync that re-quantises; how weights get to the engine is what its subclasses know.
+    """TRL's vLLM with a weight sync that re-quantises; where the engine runs is what its subclasses know.
 
     Args:
         settings: of the run.
         before_start: called when the policy is loaded and the engine is not used yet; converts it.
-        record: takes metrics, see [`~trl_fp8.metrics.MetricWindow`].
+        record: takes metrics, see [`~trl_fp8.diagnostics.MetricWindow`].
         *args, **kwargs: of TRL's class.
     """
 
@@ -45,24 +51,52 @@ class SyncedEngine(_upstream.VLLMGeneration):
         self._source: dict[str, tuple] | None = None  # type and shape of the parameters at the first sync
         # Of the tensors the engine gets: name -> type and shape
         self._stream_metadata: dict[str, tuple[str, list[int]]] = {}
-        self._expected: set[str] = set()  # names of the policy's parameters when the trainer was built
         self._unusable: BaseException | None = None
-        self._report: ConversionReport | None = None
-        self.canary: Canary
         super().__init__(*args, **kwargs)
+
+    # -- what a kind of engine fills in ------------------------------------------------------------------------------
+
+    max_length: int
+    """Longest prompt and completion the engine takes, in tokens; known once it runs."""
+
+    def check_model(self) -> None:
+        """Refuse a policy whose weights the engine could not take, before anything is converted or started."""
+        raise NotImplementedError
+
+    def starting(self) -> contextlib.AbstractContextManager[None]:
+        """Context in which TRL starts or reaches the engine; enters with the policy converted, leaves checking."""
+        raise NotImplementedError
 
     def send(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Give the engine all `weights`, in one bracket in which it quantises them as it did when it started."""
         raise NotImplementedError
 
-    def build_canary(self, interval: int, max_length: int) -> Canary:
-        tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
-        vocab_size = self.model.config.get_text_config().vocab_size
-        return Canary(tokenizer, vocab_size, interval, self._settings.vllm_canary_max_jump, max_length)
-
     def score(self, token_ids: list[int]) -> list[float]:
         """The engine's log-probs of the tokens of a prompt after the first, nats."""
         raise NotImplementedError
+
+    # -- the same for every kind -------------------------------------------------------------------------------------
+
+    def _init_vllm(self) -> None:
+        settings = self._settings
+        same_model.check_experts(self.model, self.accelerator.device.type)
+        same_model.check_adapters(self.model)
+        self.check_model()
+        self._expected = set(same_model.engine_parameters(self.model))
+        self._report = self._before_start()
+        with self.starting():
+            super()._init_vllm()
+        interval = settings.vllm_sync_check_interval
+        if interval and self.mode == "colocate" and self.enable_sleep_mode:
+            logger.warning(
+                f"vllm_sync_check_interval={interval} with vllm_enable_sleep_mode=True: the cache still sleeps when a "
+                "prompt could be scored, so weight syncs are not checked. Turn one of them off."
+            )
+            interval = 0
+        tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
+        vocab_size = self.model.config.get_text_config().vocab_size
+        max_ratio = settings.vllm_sync_check_max_ratio
+        self.sync_check = SyncCheck(tokenizer, vocab_size, interval, max_ratio, self.max_length)
 
     def sync_weights(self) -> None:
         """Load the trainer's weights into the engine and quantise them. TRL's own loop is what cannot be called here.
@@ -81,7 +115,7 @@ class SyncedEngine(_upstream.VLLMGeneration):
         try:
             with torch.no_grad(), contextlib.closing(self._stream(sent)) as stream:
                 self.send(stream)
-            canary = self.canary.check(self.model, self.score, self.accelerator)
+            compared = self.sync_check.after_sync(self.model, self.score, self.accelerator)
         except BaseException as error:
             self._unusable = error
             raise
@@ -89,7 +123,7 @@ class SyncedEngine(_upstream.VLLMGeneration):
             {
                 "rollout/sync_time": (time.perf_counter() - start, 1.0),
                 "rollout/sync_bytes": (float(sent["bytes"]), 1.0),
-                **canary,
+                **compared,
             }
         )
 
@@ -117,7 +151,7 @@ class SyncedEngine(_upstream.VLLMGeneration):
                 raise ValueError(
                     f"The first weight sync lacks {', '.join(lacking[:4])}, which the policy had when the trainer was "
                     "built, and the engine would keep what it started with, or uninitialised memory where vLLM fuses "
-                    "layers. Change the modules of the policy before the trainer is built."
+                    f"layers. {_ADVICE}"
                 )
             self._source = source
         elif source != self._source:
@@ -126,34 +160,26 @@ class SyncedEngine(_upstream.VLLMGeneration):
             raise ValueError(
                 f"The policy's parameters have changed since the first weight sync (missing: {missing[:3]}, new: "
                 f"{extra[:3]}, of another type or shape: {changed[:3]}), and a layer that gets half its parameters is "
-                "filled with uninitialised memory. Change the modules of the policy before the trainer is built."
+                f"filled with uninitialised memory. {_ADVICE}"
             )
 
     def _walk(self) -> Generator[tuple[str, Tensor]]:
         """TRL's walk over the weights, gathered and with adapters merged, which leaves the policy as it was."""
-        adapters = hasattr(self.model, "merge_adapter")
-        with merging_into_copies(self.model) if adapters else contextlib.nullcontext():
+        with merging_into_copies(self.model) if is_peft_model(self.model) else contextlib.nullcontext():
             yield from self._iter_named_params()
 
     def _stream(self, sent: dict[str, int]) -> Generator[tuple[str, Tensor]]:
         """The weights under vLLM's names, one at a time; adds up `sent["bytes"]`."""
-        seen = set()
+        lacking = set(self._stream_metadata)
         with contextlib.closing(self._walk()) as walk:
             for name, parameter in walk:
                 if name not in self._stream_metadata:
-                    raise ValueError(
-                        f"The weight sync meets {name}, which the first one had not. Change the modules of the policy "
-                        "before the trainer is built."
-                    )
-                seen.add(name)
+                    raise ValueError(f"The weight sync meets {name}, which the first one had not. {_ADVICE}")
+                lacking.discard(name)
                 # vLLM keeps a reference until the fused layer is complete, and ZeRO-3 and FSDP free or change the
                 # source when the next parameter is asked for
                 copy = parameter.detach().clone()
                 sent["bytes"] += copy.numel() * copy.element_size()
                 yield name, copy
-        if seen != set(self._stream_metadata):
-            lacking = sorted(set(self._stream_metadata) - seen)
-            raise ValueError(
-                f"The weight sync lacks {lacking[:3]}, which the first one had. Change the modules of the policy "
-                "before the trainer is built."
-            )
+        if lacking:
+            raise ValueError(f"The weight sync lacks {sorted(lacking)[:3]}, which the first one had. {_ADVICE}")

@@ -62,8 +62,8 @@ def engine_layers(model: nn.Module) -> dict[str, str | None]:
 
 
 @dataclass(frozen=True)
-class LayerParity:
-    """The comparison; each row is `(layer of the engine, format in the trainer, method of the engine)`.
+class LayerTable:
+    """The layers of both sides; each row is `(layer of the engine, format in the trainer, method of the engine)`.
 
     A format is `None` in high precision.
     """
@@ -86,12 +86,12 @@ class LayerParity:
         return "\n".join(lines)
 
 
-def compare(
+def build_layer_table(
     report: ConversionReport | None,
     scale_rounding: str,
     layers: Mapping[str, str | None],
     fused: Mapping[str, list[str]],
-) -> LayerParity:
+) -> LayerTable:
     """Put the trainer's layers beside the engine's.
 
     Args:
@@ -109,30 +109,33 @@ def compare(
         parts = [f"{stem}{dot}{part}" for part in fused.get(last, [last])]
         trainer = f"{report.recipe}, {rounding}" if report is not None and converted & set(parts) else None
         rows.append((name, trainer, method))
-    return LayerParity(tuple(rows))
+    return LayerTable(tuple(rows))
 
 
-def check(parity: LayerParity, recipe: str, quantization: str, asked_for: bool) -> str | None:
-    """Refuse what is in FP8 on one side by accident; what to tell the user of a difference that was asked for.
+def check_one_sided(table: LayerTable, recipe: str, quantization: str, asked_for: bool) -> str | None:
+    """Refuse what is in FP8 on one side by accident; a warning of a difference that was asked for, else `None`.
 
     Args:
-        parity: the comparison.
+        table: of [`build_layer_table`].
         recipe, quantization: of trainer and engine, resolved.
         asked_for: whether the user chose layers of the engine (`quantization_config` in `vllm_engine_kwargs`).
+
+    Raises:
+        ValueError: the engine quantises nothing, or a layer is in FP8 on one side and nobody asked for it.
     """
-    if quantization != "none" and all(engine is None for _, _, engine in parity.rows):
+    if quantization != "none" and all(engine is None for _, _, engine in table.rows):
         raise ValueError(
             f"vllm_quantization={quantization!r} quantises no layer of this model (some of vLLM's methods are for "
             "mixture-of-experts layers only), so the rollout would be in high precision. Use 'fp8_per_channel', or "
             "set vllm_quantization='none'."
         )
-    if "none" in (recipe, quantization) or not parity.one_sided:
+    if "none" in (recipe, quantization) or not table.one_sided:
         return None
-    names = ", ".join(parity.one_sided[:4]) + (", ..." if len(parity.one_sided) > 4 else "")
+    names = ", ".join(table.one_sided[:4]) + (", ..." if len(table.one_sided) > 4 else "")
     if asked_for:
-        return f"{len(parity.one_sided)} layers are quantised on one side only ({names}), as vllm_engine_kwargs asks."
+        return f"{len(table.one_sided)} layers are quantised on one side only ({names}), as vllm_engine_kwargs asks."
     raise ValueError(
-        f"{len(parity.one_sided)} layers are quantised on one side only with fp8_recipe={recipe!r} and "
+        f"{len(table.one_sided)} layers are quantised on one side only with fp8_recipe={recipe!r} and "
         f"vllm_quantization={quantization!r} ({names}), which makes the policy that samples another one than the one "
         "that is trained. Exclude them in the trainer (fp8_exclude_modules), or in the engine with "
         "vllm_engine_kwargs={'quantization_config': {'ignore': [...]}}, which also accepts the difference."

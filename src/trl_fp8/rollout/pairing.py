@@ -1,32 +1,27 @@
 """Which quantisation of the rollout engine goes with which training recipe, and what a mixed pair costs.
 
 Trainer and engine are closest when both scale the same values by the same rule: the granularity of weights and
-activations, and how a scale is rounded. Mismatches are means of |log pi_trainer - log pi_engine| over sampled tokens,
-in nats: SmolLM2-135M, 177 tokens, one seed, vLLM 0.31 on a CPU (`benchmarks/mismatch.py` measures your own model).
+activations, and how a scale is rounded. `docs/numerics.md` has the measured mismatch of each pair, and
+`benchmarks/mismatch.py` measures your own model.
 """
 
-import math
 from typing import Any
 
 from ..float8.recipes import RECIPES
 
 
-# engine -> measured mismatch beside BF16 training; those of the recipes are in their records
-_BF16_MISMATCH = {"none": 0.046, "fp8_per_channel": 0.196, "fp8_per_tensor": 0.172}
 # The log of a product of T token ratios has a variance of about 2 k3 T. With the k3 = 0.004 that FP8 rollouts reach at
 # best (NeMo-RL's gate), its deviation passes ln 2, the limit of C = 2, at T = 60
 LONG_RESPONSE = 64
 
 
-def resolve_quantization(vllm_quantization: str, recipe: str) -> str:
-    """The engine's quantisation: `"auto"` is the pair of `recipe`."""
-    if vllm_quantization != "auto":
-        return vllm_quantization
-    return "none" if recipe == "none" else RECIPES[recipe].engine_quantization
+def engine_dtype(args: Any) -> str | None:
+    """The type that trainer and engine must both compute in, as vLLM calls it; `None` leaves it to the checkpoint."""
+    return "bfloat16" if args.bf16 else "float16" if args.fp16 else None
 
 
 def rollout_warnings(args: Any) -> list[str]:
-    """What a run with an FP8 rollout should be told once, from its `FP8GRPOConfig`."""
+    """What the user of an FP8 rollout should know once, from the `FP8GRPOConfig`."""
     pair = pair_warning(args.fp8_recipe, args.fp8_scale_rounding, args.rollout_quantization)
     warnings = [] if pair is None else [pair]
     if args.rollout_quantization == "none":
@@ -51,7 +46,7 @@ def rollout_warnings(args: Any) -> list[str]:
 
 
 def scale_rule_warning(args: Any, engine_rounds: bool) -> str | None:
-    """What to tell of a blockwise pair whose scales follow two rules; `None` where they follow one.
+    """What is wrong with a blockwise pair whose scales follow two rules; `None` where they follow one.
 
     Args:
         args: of the run.
@@ -65,19 +60,18 @@ def scale_rule_warning(args: Any, engine_rounds: bool) -> str | None:
     rule, fitting = ("powers of two", "power_of_2") if engine_rounds else ("FP32 numbers", "none")
     return (
         f"fp8_scale_rounding={args.fp8_scale_rounding!r} with vLLM in {record.engine_quantization!r}: on this device "
-        f"the engine's scales are {rule}, so nine in ten FP8 values differ (docs/numerics.md). Set "
-        f"fp8_scale_rounding={fitting!r}."
+        f"the engine's scales are {rule}, so most FP8 values differ (docs/numerics.md). Set fp8_scale_rounding="
+        f"{fitting!r}."
     )
 
 
 def pair_warning(recipe: str, scale_rounding: str, quantization: str) -> str | None:
-    """What is unequal on the two sides and how far apart they were measured; `None` for a pair that agrees."""
-    if quantization == "none" and recipe == "none":
-        return None
-    per_tensor = quantization in ("fp8", "fp8_per_tensor")
-    engine = "fp8_per_tensor" if per_tensor else quantization
+    """What is unequal on the two sides, and what to do; `None` for a pair that agrees."""
     record = RECIPES.get(recipe)  # of BF16 training there is none
     rounded = record is not None and record.takes_scale_rounding and scale_rounding == "power_of_2"
+    engine = "fp8_per_tensor" if quantization == "fp8" else quantization
+    if recipe == quantization == "none":
+        return None
     if record is None:
         reason = "the engine quantises and the trainer does not"
     elif quantization == "none":
@@ -86,18 +80,13 @@ def pair_warning(recipe: str, scale_rounding: str, quantization: str) -> str | N
         reason = f"they scale at different granularity ({record.engine_quantization} is the pair)"
     elif rounded and not record.engine_rounds_somewhere:  # where it does: `scale_rule_warning`
         reason = "the trainer rounds scales to powers of two and vLLM does not"
-    elif per_tensor:
+    elif engine == "fp8_per_tensor":
         reason = "the engine scales q, k and v (and gate and up) by one number, the trainer by one each"
     else:
         return None
-    table = _BF16_MISMATCH if record is None else record.mismatch_rounded if rounded else record.mismatch
-    measured = table.get(engine)
-    distance = "not measured for this pair" if measured is None else f"{measured} nats a token on a 135M model"
-    best = min(RECIPES.values(), key=lambda other: other.mismatch.get(other.engine_quantization, math.inf))
-    least = best.mismatch[best.engine_quantization]
     setting = f"fp8_recipe={recipe!r}" + (f", fp8_scale_rounding={scale_rounding!r}" if rounded else "")
     return (
-        f"{setting} with vLLM in {quantization!r}: {reason}. Mismatch of log-probs: {distance}, against {least} of "
-        f"fp8_recipe={best.name!r} with {best.engine_quantization!r}. Importance sampling corrects for it; watch "
-        "mismatch/*."
+        f"{setting} with vLLM in {quantization!r}: {reason}, so their log-probs are farther apart than those of "
+        "fp8_recipe='rowwise' with fp8_scale_rounding='none' and vllm_quantization='auto' (docs/numerics.md). "
+        "Importance sampling corrects for it: watch mismatch/*, or use that pair."
     )

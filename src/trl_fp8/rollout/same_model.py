@@ -1,60 +1,63 @@
 """Whether an engine that starts from a checkpoint is the policy's model: configuration, parameters, ties, adapters.
 
-vLLM builds its model from a configuration and takes what weights come under names it knows. A policy that lacks a
-layer, or whose head was tied or untied by hand, would leave the engine with the checkpoint's own weights there, and
-nothing would say so. So the policy is compared with what the configuration builds, before anything starts.
+vLLM builds its model from a configuration and takes what weights come under names it knows. Where a policy lacks a
+layer, or its head was tied or untied by hand, the engine goes on with the checkpoint's own weights; one layer of many
+moves the log-probs too little for the check after a weight sync. So the policy is compared with what the configuration
+builds, before anything starts.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
 import torch
+from accelerate.utils import find_tied_parameters, is_peft_model
 from torch import nn
+from transformers import PreTrainedConfig
 
 from ..float8.convert import whole_shape
-from . import _upstream
 from .layer_table import engine_name
 
 
-# Two models whose configurations agree in these take each other's weights and compute the same, but for tied weights:
-# those are compared themselves, since vLLM unties a model whose checkpoint has a head of its own
-FIELDS = (
-    "model_type",
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "hidden_act",
-    "attention_bias",
-    "rms_norm_eps",
-    "rope_parameters",
-    "sliding_window",
+# What a configuration says beside the model's computation: the fields of every model (labels, outputs, versions), and
+# what concerns training, generation or the longest input. A field that is missing here refuses a pair that would do,
+# and never lets one pass. Ties are compared themselves: vLLM unties a model whose checkpoint has a head of its own
+_OF_EVERY_MODEL = PreTrainedConfig().to_dict().keys() - {"model_type"}
+_BESIDE_COMPUTATION = re.compile(
+    "tie_word_embeddings|use_cache|initializer_range|max_position_embeddings|output_router_logits|.*aux_loss_coef"
+    "|.*_token_ids?|.*(dropout|pdrop)"
 )
 Difference = tuple[str, Any, Any]
 """What differs, its value in the engine, its value in the policy."""
 
 
+def _sent(policy: nn.Module) -> Callable[[str], bool]:
+    """Whether a weight sync sends the parameter of a name; adapters are merged before."""
+    adapter = getattr(policy, "prefix", None) if is_peft_model(policy) else None
+    return lambda name: "original_module" not in name and not (adapter and adapter in name)
+
+
 def engine_parameters(policy: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Name, as vLLM knows it, and shape of each parameter that a weight sync sends; adapters are merged before."""
-    adapter = getattr(policy, "prefix", None) if hasattr(policy, "peft_config") else None
-    return {
-        engine_name(name): tuple(whole_shape(parameter))
-        for name, parameter in policy.named_parameters()
-        if "original_module" not in name and not (adapter and adapter in name)
-    }
+    """Name, as vLLM knows it, and shape of each parameter that a weight sync sends."""
+    sent = _sent(policy)
+    return {engine_name(name): tuple(whole_shape(p)) for name, p in policy.named_parameters() if sent(name)}
+
+
+def tied_parameters(policy: nn.Module) -> list[list[str]]:
+    """The names, as vLLM knows them, of each parameter that a weight sync sends and several modules share."""
+    sent = _sent(policy)
+    groups = [sorted(engine_name(name) for name in group if sent(name)) for group in find_tied_parameters(policy)]
+    return sorted(group for group in groups if len(group) > 1)
 
 
 def config_difference(config: Any, policy: Any) -> Difference | None:
-    """The first field in which the configuration of an engine and that of the policy differ."""
-    theirs, ours = config.get_text_config(), policy.config.get_text_config()
-    for field in FIELDS:
-        values = getattr(theirs, field, None), getattr(ours, field, None)
-        if values[0] != values[1]:
-            return field, *values
+    """The first field of the computation in which an engine's configuration differs from the policy's."""
+    theirs, ours = (c.get_text_config().to_dict() for c in (config, policy.config))
+    for field in ours:
+        compared = field in theirs and field not in _OF_EVERY_MODEL and not _BESIDE_COMPUTATION.fullmatch(field)
+        if compared and theirs[field] != ours[field]:
+            return field, theirs[field], ours[field]
     return None
 
 
@@ -66,7 +69,7 @@ def difference(config: Any, policy: Any) -> Difference | None:
         policy: a `PreTrainedModel`, or a PEFT model around one.
     """
     found = config_difference(config, policy)
-    base = policy.get_base_model() if hasattr(policy, "peft_config") else policy
+    base: Any = policy.get_base_model() if is_peft_model(policy) else policy
     if found or not isinstance(config, base.config_class):
         return found
     with torch.device("meta"):
@@ -75,26 +78,33 @@ def difference(config: Any, policy: Any) -> Difference | None:
     for name in [*theirs, *ours]:
         if theirs.get(name) != ours.get(name):
             return name, theirs.get(name, "absent"), ours.get(name, "absent")
-    if _tied(built) != _tied(policy):
-        return "one weight of embedding and head", _tied(built), _tied(policy)
-    return None
+    ties = tied_parameters(built), tied_parameters(policy)
+    return None if ties[0] == ties[1] else ("list of tied weights", *ties)
+
+
+def refuse_difference(found: Difference | None, engine: str, policy: Any, advice: str) -> None:
+    """Raise a `ValueError` that names `engine`, what was found (if anything was), and what to do."""
+    if found is not None:
+        what, theirs, ours = found
+        raise ValueError(
+            f"{engine} has {what}={theirs}, and the policy {policy.name_or_path!r} has {ours}: it cannot take the "
+            f"policy's weights, or would compute something else with them. {advice}"
+        )
 
 
 def check_adapters(policy: Any) -> None:
     """Refuse adapters whose merged weights an engine cannot be given.
 
     Raises:
-        ValueError: one sits on an embedding that is the head as well, of which vLLM has one copy.
+        ValueError: one sits on a layer that shares its weight, as an embedding with the head; vLLM has one copy.
     """
-    if not hasattr(policy, "peft_config") or not _tied(policy):
-        return
-    adapted = {id(layer.get_base_layer().weight): name for name, layer in _upstream.tuner_layers(policy)}
-    name = adapted.get(id(policy.get_input_embeddings().weight))
-    if name is not None:
+    tied = [name for group in find_tied_parameters(policy) for name in group] if is_peft_model(policy) else []
+    adapted = [engine_name(name) for name in tied if ".base_layer." in name]
+    if adapted:
         raise ValueError(
-            f"The adapter on {engine_name(name)} changes one of two layers that share a weight (tie_word_embeddings), "
-            "and vLLM has that weight once, so the policy that samples would be another one than the one that is "
-            "trained. Take it out of target_modules, untie the checkpoint, or set use_vllm=False."
+            f"The adapter on {adapted[0].removesuffix('.weight')} changes one of two layers that share a weight "
+            "(tie_word_embeddings), and vLLM has that weight once, so the policy that samples would be another one "
+            "than the one that is trained. Take it out of target_modules, untie the checkpoint, or set use_vllm=False."
         )
 
 
@@ -111,8 +121,3 @@ def check_experts(policy: Any, device_type: str) -> None:
             "of them, which a weight sync leaves stale, so it would sample from another policy. Use a GPU, or set "
             "use_vllm=False."
         )
-
-
-def _tied(model: Any) -> bool:
-    ends: Sequence[Any] = (model.get_input_embeddings(), model.get_output_embeddings())
-    return None not in ends and ends[0].weight is ends[1].weight

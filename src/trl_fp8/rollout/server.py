@@ -2,7 +2,7 @@
 
     before the policy is loaded   settings of the server  =  settings of the run?     server_checks.py
     before the first generation   model, layers           =  the policy's?
-    each sync                     weights -> server, which re-quantises them; prefix cache; canary
+    each sync                     weights -> server, which re-quantises them; prefix cache; log-probs of both sides
     each generation               still the process that got the weights?
 
 Weights travel over NCCL through TRL's client, all in one update: the server brackets an update with the layerwise
@@ -18,7 +18,7 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,10 @@ from typing import Any
 import requests
 from accelerate.utils import broadcast_object_list
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from . import _upstream, same_model, server_checks
 from .engine import SyncedEngine
-from .layer_table import engine_name
 
 
 # Bytes a trainer without CUDA holds a second time while it writes the weights
@@ -39,28 +38,30 @@ _FOLDER_PREFIX = "rollout-weights-"
 
 
 class ServerEngine(SyncedEngine):
-    """TRL's client of a vLLM server that quantises, with the server's settings checked and its loss told."""
+    """TRL's client of a vLLM server that quantises, with the server's settings checked and its health watched."""
 
     # -- construction ------------------------------------------------------------------------------------------------
 
-    def _init_vllm(self) -> None:
-        settings, is_main = self._settings, self.accelerator.is_main_process
-        served = self._from_main(server_checks.ask(settings, str(self.model.name_or_path)) if is_main else None)
-        server_checks.check_settings(settings, served)
-        server_checks.check_model(settings, served, self.model)
-        same_model.check_experts(self.model, self.accelerator.device.type)
-        self._expected = set(same_model.engine_parameters(self.model))
-        self._report = self._before_start()
-        server_checks.check_layers(settings, served, self._report)
-        with contextlib.ExitStack() as stack:
-            if self.accelerator.device.type != "cuda":
-                client = partial(CheckpointClient, settings.output_dir or ".")
-                stack.enter_context(_upstream.client_in_place_of_trls(client))
-            super()._init_vllm()
-        if is_main:  # other processes would give the main one up after as long
-            _upstream.limit_answers(self.vllm_client, settings.ddp_timeout)
-        self._instance = served["instance_id"]
-        self.canary = self.build_canary(settings.vllm_canary_interval, served["model_config"]["max_model_len"])
+    def check_model(self) -> None:
+        settings = self._settings
+        is_main, path = self.accelerator.is_main_process, str(self.model.name_or_path)
+        self._served = self._from_main(server_checks.read_server_configuration(settings, path) if is_main else None)
+        server_checks.check_settings(settings, self._served)
+        server_checks.check_model(settings, self._served, self.model)
+
+    @contextlib.contextmanager
+    def starting(self) -> Iterator[None]:
+        server_checks.check_layers(self._settings, self._served, self._report)
+        client = partial(CheckpointClient, self._settings.output_dir or ".")
+        on_cuda = self.accelerator.device.type == "cuda"
+        with contextlib.nullcontext() if on_cuda else _upstream.in_place_of_trls("VLLMClient", client):
+            yield
+        if self.accelerator.is_main_process:  # other processes would give the main one up after as long
+            _upstream.limit_answers(self.vllm_client, self._settings.ddp_timeout)
+
+    @property
+    def max_length(self) -> int:
+        return self._served["model_config"]["max_model_len"]
 
     def _from_main(self, value: Any) -> Any:
         values = [value]
@@ -75,23 +76,24 @@ class ServerEngine(SyncedEngine):
                 pass
             return
         metadata = [(name, *described) for name, described in self._stream_metadata.items()]
-        if self.accelerator.device.type == "cpu":
-            weights = with_aliases(weights, tied_names(self.model))
-        with self._telling("a weight sync"):
+        if self.accelerator.device.type == "cpu":  # there vLLM packs a tied head when it meets it by name
+            names = {name: group for group in same_model.tied_parameters(self.model) for name in group}
+            weights = ((alias, tensor.clone()) for name, tensor in weights for alias in names.get(name, [name]))
+        with self._watching("a weight sync"):
             self.vllm_client.update_named_params(metadata, weights)
             self.vllm_client.reset_prefix_cache()
 
     def score(self, token_ids: list[int]) -> list[float]:
         scores: list[float] | None = None
         if self.accelerator.is_main_process:
-            with self._telling("the canary"):
+            with self._watching("the check of a weight sync"):
                 answer = self.vllm_client.get_sequence_logprobs([token_ids], [1], top_logprobs=0)
             # JSON has no NaN
             scores = [float("nan") if logprob is None else logprob for (logprob,) in answer["actual_logprobs"][0]]
         return self._from_main(scores)
 
     def generate(self, *args: Any, **kwargs: Any) -> tuple:
-        with self._telling("generation"):
+        with self._watching("generation"):
             output = super().generate(*args, **kwargs)
             if self.accelerator.is_main_process:
                 self._refuse_restarted()
@@ -100,7 +102,7 @@ class ServerEngine(SyncedEngine):
     # -- the server's health -----------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _telling(self, occupation: str) -> Iterator[None]:
+    def _watching(self, occupation: str) -> Iterator[None]:
         try:
             yield
         except requests.RequestException as error:
@@ -113,7 +115,7 @@ class ServerEngine(SyncedEngine):
 
     def _refuse_restarted(self) -> None:
         """TRL's client repeats what fails for a minute; a server restarted meanwhile has the weights of its start."""
-        if self.vllm_client.get_server_info()["instance_id"] != self._instance:
+        if self.vllm_client.get_server_info()["instance_id"] != self._served["instance_id"]:
             raise RuntimeError(
                 f"The vLLM server at {server_checks.server_url(self._settings)} is not the process that this run "
                 "sent its weights to: it was restarted, and generates with the weights it started from. Resume the "
@@ -145,7 +147,7 @@ class CheckpointClient(_upstream.VLLMClient):
             RuntimeError: the server cannot load them.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
-        sweep(self._folder)
+        delete_weights_of_dead_runs(self._folder)
         with tempfile.TemporaryDirectory(prefix=f"{_FOLDER_PREFIX}{os.getpid()}-", dir=self._folder) as path:
             write_shards(path, named_params, _SHARD_BYTES)
             request = {"method": "reload_weights", "kwargs": {"weights_path": path}}
@@ -162,30 +164,12 @@ class CheckpointClient(_upstream.VLLMClient):
             )
 
 
-def sweep(folder: Path) -> None:
-    """Delete the weights that killed runs on this machine have left in `folder`."""
+def delete_weights_of_dead_runs(folder: Path) -> None:
+    """Delete the weights that runs on this machine have left in `folder` when they were killed."""
     for left in folder.glob(f"{_FOLDER_PREFIX}*-*"):
         pid = left.name.removeprefix(_FOLDER_PREFIX).split("-")[0]
         if pid.isdigit() and not Path("/proc", pid).exists() and Path("/proc").is_dir():
             shutil.rmtree(left, ignore_errors=True)
-
-
-def tied_names(model: nn.Module) -> dict[str, list[str]]:
-    """Name of each parameter that several modules share, as the engine knows it -> its other names."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(engine_name(name))
-    return {first: others for first, *others in names.values() if others}
-
-
-def with_aliases(
-    weights: Iterator[tuple[str, Tensor]], aliases: Mapping[str, list[str]]
-) -> Iterator[tuple[str, Tensor]]:
-    """`weights` with a copy under every further name: a vLLM CPU engine packs a tied head when it meets it by name."""
-    for name, tensor in weights:
-        yield name, tensor
-        for alias in aliases.get(name, ()):
-            yield alias, tensor.clone()
 
 
 def write_shards(folder: str, tensors: Iterator[tuple[str, Tensor]], max_bytes: int) -> None:

@@ -1,28 +1,28 @@
 """What a vLLM server serves beside what the run is configured for: asked at the start, refused where they differ.
 
 A server is started by hand, with settings of its own. With another quantisation, KV cache or kind of log-prob than the
-trainer takes for granted it still answers, and the importance weights are about another policy. vLLM tells its whole
+trainer takes for granted it still answers, and the importance weights are about another policy. vLLM gives its whole
 configuration at `/server_info`, which it serves with `VLLM_SERVER_DEV_MODE=1` only, as it does what takes the weights.
 """
 
-import http.client
+import contextlib
 import json
 import logging
 import re
 import shlex
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
+import requests
 from transformers import AutoConfig
 
 from ..config import FP8GRPOConfig
 from ..float8.convert import ConversionReport
 from .layer_table import engine_name, ignored_by_engine
-from .same_model import check_adapters, difference
+from .pairing import engine_dtype
+from .same_model import difference, refuse_difference
 
 
 logger = logging.getLogger(__name__)
@@ -30,9 +30,8 @@ logger = logging.getLogger(__name__)
 # Seconds for one answer. The first `/server_info` of a server takes long: it collects versions of the whole system
 _ANSWER_TIMEOUT = 120.0
 _RETRY_INTERVAL = 2.0
-# Names of one thing: the online method per tensor, the 8-bit type with 4 bits of exponent
-_SYNONYMS = {"fp8": "fp8_per_tensor"}
-_CACHE_SYNONYMS = {"fp8_e4m3": "fp8"}
+# A second name of "fp8", which is the online method per tensor, and of a KV cache the type with 4 bits of exponent
+_SYNONYMS = {"fp8_per_tensor": "fp8", "fp8_e4m3": "fp8"}
 
 
 def server_url(args: FP8GRPOConfig) -> str:
@@ -57,78 +56,71 @@ def serve_command(args: FP8GRPOConfig, model: str, ignored: list[str] | None = N
         command += ["--quantization", args.rollout_quantization]
     if ignored:
         command += ["--quantization-config", json.dumps({"ignore": ignored})]
-    if args.bf16 or args.fp16:
-        command += ["--dtype", "bfloat16" if args.bf16 else "float16"]
-    if args.vllm_kv_cache_dtype is not None:
-        command += ["--kv-cache-dtype", args.vllm_kv_cache_dtype]
-    if args.vllm_max_model_length is not None:
-        command += ["--max-model-len", str(args.vllm_max_model_length)]
+    options = {
+        "--dtype": engine_dtype(args),
+        "--kv-cache-dtype": args.vllm_kv_cache_dtype,
+        "--max-model-len": args.vllm_max_model_length,
+    }
+    for option, value in options.items():
+        command += [] if value is None else [option, str(value)]
     command += ["--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"]
     if args.device.type == "cuda":
         command += ["--weight-transfer-config", '{"backend": "nccl"}']
     return f"VLLM_SERVER_DEV_MODE=1 {shlex.join(command)}"
 
 
-def ask(args: FP8GRPOConfig, policy: str) -> dict[str, Any]:
+def read_server_configuration(args: FP8GRPOConfig, policy: str) -> dict[str, Any]:
     """The server's configuration, a tree of plain values (vLLM's `VllmConfig`), once it is up.
 
     Args:
         args: of the run.
-        policy: checkpoint it starts from, for the command that is told.
+        policy: checkpoint it starts from, for the command in an error.
 
     Raises:
-        ConnectionError: it is not up after `vllm_server_timeout` seconds, or does not tell its configuration.
-        ValueError: what answers is no vLLM server, or one without development endpoints.
+        ConnectionError: nothing answers within `vllm_server_timeout` seconds, or not with its configuration.
+        ValueError: what answers is not a vLLM server the run can use, or the address is not one.
     """
     url, command = server_url(args), serve_command(args, policy)
     _wait(url, args, command)
     try:
-        answer = json.loads(_get(f"{url}/server_info?config_format=json", _ANSWER_TIMEOUT))["vllm_config"]
-        told = {"model_config": dict, "cache_config": dict, "instance_id": str}
-        missing = [name for name, kind in told.items() if not isinstance(answer[name], kind)]
-        missing += {"model", "max_model_len"} - answer["model_config"].keys() if not missing else []
-        if missing:
-            raise KeyError(*missing)
-    except urllib.error.HTTPError as error:
-        if error.code == 404:
-            raise ValueError(
-                f"vllm_mode='server' with the server at {url}, which has no /server_info: its development endpoints "
-                "are off, so it neither says what it serves nor takes new weights. Start it with "
-                f"VLLM_SERVER_DEV_MODE=1, as in: {command}"
-            ) from error
-        raise ConnectionError(
-            f"vllm_mode='server' with the server at {url}, whose /server_info answers {error.code} ({error.reason}), "
-            "so what it serves cannot be compared with the run. Start it without an API key (TRL's client has none) "
-            f"and look at its log: {command}"
-        ) from error
-    except (OSError, http.client.HTTPException) as error:
+        response = requests.get(f"{url}/server_info?config_format=json", timeout=_ANSWER_TIMEOUT)
+    except requests.RequestException as error:
         raise ConnectionError(
             f"vllm_mode='server' with the server at {url}, which is healthy and does not answer /server_info within "
             f"{_ANSWER_TIMEOUT:g} s ({error}), so what it serves cannot be compared with the run. Look at its log, "
             f"and start it again: {command}"
         ) from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"vllm_mode='server' with {url}, whose /server_info is not the configuration of a vLLM server "
-            f"({type(error).__name__}: {error}), so nothing can be compared with it. Start vLLM there: {command}"
-        ) from error
-    return answer
+    if response.status_code == 404:
+        fault = "has no /server_info (that and what takes new weights are off without VLLM_SERVER_DEV_MODE=1)"
+    elif response.status_code != 200:
+        fault = f"answers /server_info with {response.status_code} {response.reason} (TRL's client has no API key)"
+    else:
+        fault = "has something else at /server_info than the configuration of a vLLM server"
+        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):  # whatever stands there instead
+            served = response.json()["vllm_config"]
+            model, cache = served["model_config"], served["cache_config"]
+            if {"model", "max_model_len"} <= model.keys() and "cache_dtype" in cache and "instance_id" in served:
+                return served
+    raise ValueError(
+        f"vllm_mode='server' with the server at {url}, which {fault}, so what it serves cannot be compared with the "
+        f"run. Start vLLM there, without an API key: {command}"
+    )
 
 
 def _wait(url: str, args: FP8GRPOConfig, command: str) -> None:
     deadline = time.monotonic() + args.vllm_server_timeout
-    told = False
+    said = False
     while True:
         try:
-            _get(f"{url}/health", min(_ANSWER_TIMEOUT, max(1.0, deadline - time.monotonic())))
+            timeout = min(_ANSWER_TIMEOUT, max(1.0, deadline - time.monotonic()))
+            requests.get(f"{url}/health", timeout=timeout).raise_for_status()
             return
-        except (ValueError, http.client.InvalidURL) as error:  # what urllib says of an address that is none
+        except ValueError as error:  # what requests and urllib3 say of an address
             raise ValueError(
-                f"vllm_mode='server' with the address {url!r}, which is none ({error}). Set vllm_server_base_url to "
+                f"vllm_mode='server' with {url!r}, which is not an address ({error}). Set vllm_server_base_url to "
                 "something like http://127.0.0.1:8000, or vllm_server_host and vllm_server_port."
             ) from error
-        # refused, no such host, no answer, an answer that is not 200, or not of HTTP at all
-        except (OSError, http.client.HTTPException) as error:
+        except requests.RequestException as error:  # refused, no such host, no answer, not HTTP, or another than 200
             remaining = deadline - time.monotonic()
             if not remaining > 0:  # NaN, too
                 raise ConnectionError(
@@ -136,15 +128,10 @@ def _wait(url: str, args: FP8GRPOConfig, command: str) -> None:
                     f"{args.vllm_server_timeout:g} s ({error}): nothing could generate. Start it first, with "
                     f"{command}, or correct vllm_server_base_url or vllm_server_host and vllm_server_port."
                 ) from error
-            if not told:
+            if not said:
                 logger.warning(f"Waiting for a vLLM server at {url}, up to {args.vllm_server_timeout:g} s ({error}).")
-                told = True
+                said = True
             time.sleep(min(_RETRY_INTERVAL, remaining))
-
-
-def _get(url: str, timeout: float) -> bytes:
-    with urllib.request.urlopen(url, timeout=timeout) as response:
-        return response.read()
 
 
 def check_settings(args: FP8GRPOConfig, served: Mapping[str, Any]) -> None:
@@ -152,37 +139,26 @@ def check_settings(args: FP8GRPOConfig, served: Mapping[str, Any]) -> None:
 
     Args:
         args: of the run.
-        served: the server's configuration, see [`ask`].
+        served: the server's configuration, see [`read_server_configuration`].
     """
-    model, cache = served["model_config"], served["cache_config"]
+    model, cache_dtype = served["model_config"], served["cache_config"]["cache_dtype"]
     quantization, dtype = model.get("quantization") or "none", str(model.get("dtype")).removeprefix("torch.")
-    cache_dtype = _CACHE_SYNONYMS.get(cache["cache_dtype"], cache["cache_dtype"])
-    expected = args.rollout_quantization
-    expected_cache = args.vllm_kv_cache_dtype or "auto"
     chosen = f"vllm_quantization={args.vllm_quantization!r}"
     if args.vllm_quantization == "auto":
         chosen += f" with fp8_recipe={args.fp8_recipe!r}"
-    rows: list[tuple[str, str, str | None, str]] = [
-        (chosen, "quantization", _SYNONYMS.get(quantization, quantization), _SYNONYMS.get(expected, expected))
-    ]
-    if args.bf16 or args.fp16:
-        rows.append(
-            ("bf16=True" if args.bf16 else "fp16=True", "dtype", dtype, "bfloat16" if args.bf16 else "float16")
-        )
-    rows += [
-        (
-            f"vllm_kv_cache_dtype={args.vllm_kv_cache_dtype!r}",
-            "KV cache dtype",
-            "auto" if cache_dtype == dtype else cache_dtype,
-            _CACHE_SYNONYMS.get(expected_cache, expected_cache),
-        ),
+    cache, expected_cache = "auto" if cache_dtype == dtype else cache_dtype, args.vllm_kv_cache_dtype or "auto"
+    backend = (served.get("weight_transfer_config") or {}).get("backend")
+    rows: list[tuple[str, str, Any, str | None]] = [  # setting, what it needs, value of the server and of the run
+        (chosen, "quantization", quantization, args.rollout_quantization),
+        ("bf16=True" if args.bf16 else "fp16=True", "dtype", dtype, engine_dtype(args)),
+        (f"vllm_kv_cache_dtype={args.vllm_kv_cache_dtype!r}", "KV cache dtype", cache, expected_cache),
         ("importance sampling", "logprobs mode", model.get("logprobs_mode"), "processed_logprobs"),
+        ("the weight sync", "weight transfer backend", backend, "nccl" if args.device.type == "cuda" else None),
     ]
-    if args.device.type == "cuda":
-        backend = (served.get("weight_transfer_config") or {}).get("backend")
-        rows.append(("the weight sync", "weight transfer backend", backend, "nccl"))
     wrong = [
-        f"{setting} needs the {what} {need!r}, it has {has!r}" for setting, what, has, need in rows if has != need
+        f"{setting} needs the {what} {need!r}, it has {has!r}"
+        for setting, what, has, need in rows
+        if need is not None and _SYNONYMS.get(has, has) != _SYNONYMS.get(need, need)
     ]
     room, needed = model["max_model_len"], args.vllm_max_model_length or (args.max_completion_length or 0) + 1
     if room < needed:
@@ -207,10 +183,10 @@ def check_layers(args: FP8GRPOConfig, served: Mapping[str, Any], report: Convers
     trainer_only = [name for name in map(engine_name, report.converted) if _matches(name, patterns)]
     if engine_only or trainer_only:
         sides = (("server", engine_only), ("trainer", trainer_only))
-        told = "; ".join(f"in the {side} only: {', '.join(names[:4])}" for side, names in sides if names)
+        found = "; ".join(f"in the {side} only: {', '.join(names[:4])}" for side, names in sides if names)
         raise ValueError(
             f"The vLLM server at {server_url(args)} and the trainer (fp8_recipe={args.fp8_recipe!r}) quantise "
-            f"different layers ({told}), which makes the policy that samples another one than the one that is "
+            f"different layers ({found}), which makes the policy that samples another one than the one that is "
             f"trained. Restart the server with: {serve_command(args, model['model'], ignored)}, or change "
             "fp8_exclude_modules."
         )
@@ -229,15 +205,11 @@ def check_model(args: FP8GRPOConfig, served: Mapping[str, Any], policy: Any) -> 
 
     Another checkpoint of the same architecture is fine, since every weight is sent before the first generation.
     """
-    check_adapters(policy)
     name, overrides = served["model_config"]["model"], served["model_config"].get("hf_overrides")
     advice = f"Restart it with: {serve_command(args, policy.name_or_path)}"
     try:
-        theirs = AutoConfig.from_pretrained(
-            name,
-            trust_remote_code=args.trust_remote_code,
-            **(overrides if isinstance(overrides, dict) else {}),
-        )
+        changes = overrides if isinstance(overrides, dict) else {}
+        theirs = AutoConfig.from_pretrained(name, trust_remote_code=args.trust_remote_code, **changes)
     except (OSError, ValueError) as error:
         if name == policy.name_or_path:
             return
@@ -246,11 +218,5 @@ def check_model(args: FP8GRPOConfig, served: Mapping[str, Any], policy: Any) -> 
             f"whether the server can take its weights cannot be seen, since {name!r} cannot be read here ({error}). "
             f"{advice}, or make that path readable for the trainer."
         ) from error
-    found = difference(theirs, policy)
-    if found:
-        what, served_value, value = found
-        raise ValueError(
-            f"The vLLM server at {server_url(args)} serves {name!r} with {what}={served_value}, and the policy "
-            f"{policy.name_or_path!r} has {value}: it cannot take the policy's weights. {advice}, or train the model "
-            "that it serves."
-        )
+    engine = f"The vLLM server at {server_url(args)} serves {name!r}, which"
+    refuse_difference(difference(theirs, policy), engine, policy, f"{advice}, or train the model that it serves.")
