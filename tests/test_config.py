@@ -172,7 +172,7 @@ BAD_VALUES = [
     ({"clip_policy_kwargs": "[1]"}, "clip_policy_kwargs='\\[1\\]' is not a mapping"),
     ({"shadow_interval": 0}, "shadow_interval=0 never comes round"),
     ({"shadow_interval": 2, "steps_per_generation": 1}, "shadow_interval=2 .* there is nothing to measure"),
-    ({"shadow_interval": 2, "neftune_noise_alpha": 5.0}, "FP8's own could not be told from it"),
+    ({"shadow_interval": 2, "neftune_noise_alpha": 5.0}, "FP8's own noise could not be seen"),
     ({"use_liger_kernel": True}, "use_liger_kernel=True"),
     ({"use_transformers_continuous_batching": True}, "casts the FP32 master weights"),
     ({"use_vllm": True, "vllm_quantization": "none", "top_p": 0.9}, "top_p=0.9 truncates sampling"),

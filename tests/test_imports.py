@@ -37,7 +37,7 @@ ROOMS = {
     "config": ({"clip_checks", "clipping", "config_checks", "float8"}, {"trl"}),
     "distributed": ({"config", "float8"}, {"torch"}),
     "rollout": (
-        {"config", "float8"},
+        {"config", "float8", "reductions"},
         {"accelerate", "peft", "requests", "safetensors", "torch", "transformers", "trl", "urllib3", "vllm"},
     ),
     "checks": (

@@ -984,7 +984,7 @@ def test_the_start_up_line_names_what_makes_a_run_do_less_than_it_seems(tmp_path
     build_trainer(tmp_path, clip_policy="fixed")
     assert "steps_per_generation=1: one update per generation batch, so every ratio is 1" in capsys.readouterr().out
     build_trainer(tmp_path, save_strategy="steps", save_steps=3)
-    assert "save_steps=3 is no multiple of the 4 optimizer steps per generation batch" in capsys.readouterr().out
+    assert "save_steps=3 is not a multiple of the 4 optimizer steps per generation batch" in capsys.readouterr().out
     build_trainer(tmp_path, save_strategy="steps", save_steps=8)
     out = capsys.readouterr().out
     assert "save_steps" not in out

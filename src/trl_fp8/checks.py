@@ -153,7 +153,7 @@ def _warn_vanishing_updates(model: nn.Module, learning_rate: float) -> None:
 
 @contextmanager
 def naming_reward_functions(names: list[str]) -> Iterator[None]:
-    """Name the reward functions where TRL fails on what one of them returned, which is no list."""
+    """Name the reward functions where TRL fails on what one of them returned, which is not a list."""
     try:
         yield
     except TypeError as error:

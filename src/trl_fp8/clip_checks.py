@@ -130,7 +130,7 @@ def check_clip(args: "FP8GRPOConfig") -> None:
     if args.neftune_noise_alpha:
         raise ValueError(
             f"shadow_interval={args.shadow_interval} with neftune_noise_alpha={args.neftune_noise_alpha}, which adds "
-            "noise to every forward pass: FP8's own could not be told from it. Leave one of them unset."
+            "noise to every forward pass: FP8's own noise could not be seen beside it. Leave one of them unset."
         )
     if args.ratios_are_one:
         raise ValueError(

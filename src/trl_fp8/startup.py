@@ -51,7 +51,7 @@ def startup_line(
         args.micro_batches_per_generation
     ):
         parts.append(
-            f"save_steps={args.save_steps:g} is no multiple of the "
+            f"save_steps={args.save_steps:g} is not a multiple of the "
             f"{args.micro_batches_per_generation / args.gradient_accumulation_steps:g} optimizer steps per generation "
             "batch, so some resumes generate a batch again"
         )

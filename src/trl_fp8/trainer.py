@@ -17,7 +17,6 @@ from .diagnostics.alarms import mismatch_alarms
 from .diagnostics.record import (
     BatchRecord,
     Capture,
-    MeasureSettings,
     drop_unscored,
     measure_micro_batch,
     measure_rollout,
@@ -224,4 +223,4 @@ class FP8GRPOTrainer(PolicyHost, ReferencePrecision, WholeCheckpoints):
 
     @torch.no_grad()
     def _measure(self, batch: BatchRecord, capture: Capture) -> None:
-        self.record_metrics(measure_micro_batch(batch, capture, MeasureSettings.of(self.args)))
+        self.record_metrics(measure_micro_batch(batch, capture, self.args))

@@ -166,7 +166,7 @@ class Server:
         self.process.wait()
 
 
-def build_vllm_trainer(folder, *, seed=0, peft_config=None, **settings):
+def build_vllm_trainer(folder, *, seed=0, peft_config=None, cls=FP8GRPOTrainer, **settings):
     """A trainer on the tiny task whose policy was loaded from a path, FP32 masters from a BF16 checkpoint."""
     model = build_policy(seed)
     path = save_policy(model, folder / "policy")
@@ -181,7 +181,7 @@ def build_vllm_trainer(folder, *, seed=0, peft_config=None, **settings):
         "model_init_kwargs": {"dtype": "float32"},
         **settings,
     }
-    trainer = FP8GRPOTrainer(
+    trainer = cls(
         path,
         digits_reward,
         FP8GRPOConfig(str(folder / "out"), **settings),

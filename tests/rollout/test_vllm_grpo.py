@@ -7,6 +7,7 @@ import torch
 pytest.importorskip("vllm")
 
 from builders import logged
+from seam import BoundsInForce, DropEverySecond, Ones, WithoutEverySecond, run, same
 from vllm_helpers import ENGINE_KWARGS, build_vllm_trainer, score
 
 from trl_fp8.rollout import _upstream
@@ -64,6 +65,20 @@ def test_a_bf16_rollout_goes_through_the_same_sync(tmp_path):
     trainer = build_vllm_trainer(tmp_path, vllm_quantization="none", max_steps=1)
     trainer.train()
     assert len(logged(trainer, "rollout/sync_time")) == 1
+
+
+# -- the seam of the clip policy
+
+
+def test_a_policy_beside_an_engine_changes_what_it_says_and_nothing_else(tmp_path):
+    """As `tests/clipping/test_seam.py`, with the engine's samples and the mismatch weight in the loss."""
+    stock = run(tmp_path / "stock", build=build_vllm_trainer)
+    assert stock["clipped"] > 0
+    for policy in (Ones, BoundsInForce):
+        assert same(stock, run(tmp_path / policy.__name__, policy, build=build_vllm_trainer))
+    dropped = run(tmp_path / "dropped", DropEverySecond, build=build_vllm_trainer)
+    assert same(dropped, run(tmp_path / "removed", cls=WithoutEverySecond, build=build_vllm_trainer))
+    assert not same(dropped, stock)
 
 
 # -- the table of layers

@@ -6,7 +6,7 @@ Shapes: B sequences, T completion tokens.
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -98,40 +98,6 @@ class BatchRecord:
 
 
 @dataclass(frozen=True)
-class MeasureSettings:
-    """What measuring a micro-batch reads from the run's configuration.
-
-    Args:
-        level: TRL's `importance_sampling_level`.
-        reads_both_bounds: whether the loss clips token ratios at both bounds; otherwise clip metrics would lie.
-        ref_bounds: `(1 - epsilon, 1 + epsilon_high)`.
-        delta: TRL's two-sided clip.
-        mode, clip_min, clip_max: TRL's `vllm_importance_sampling_*`.
-    """
-
-    level: Literal["token", "sequence"]
-    reads_both_bounds: bool
-    ref_bounds: tuple[float, float]
-    delta: float | None
-    mode: Any
-    clip_min: float | None
-    clip_max: float | None
-
-    @classmethod
-    def of(cls, args: Any) -> "MeasureSettings":
-        """Read from an `FP8GRPOConfig`."""
-        return cls(
-            level=args.importance_sampling_level,
-            reads_both_bounds=args.reads_both_bounds,
-            ref_bounds=args.reference_bounds,
-            delta=args.delta,
-            mode=args.vllm_importance_sampling_mode,
-            clip_min=args.vllm_importance_sampling_clip_min,
-            clip_max=args.vllm_importance_sampling_clip_max,
-        )
-
-
-@dataclass(frozen=True)
 class Ratios:
     """Importance ratios of a micro-batch as the loss sees them, and the BF16 side of a batch with a shadow pass."""
 
@@ -141,11 +107,11 @@ class Ratios:
     bf16_weight: Tensor | None = None
 
 
-def ratios(record: BatchRecord, capture: Capture, settings: MeasureSettings) -> Ratios:
+def ratios(record: BatchRecord, capture: Capture, args: Any) -> Ratios:
     """Form the ratios `(B, T)` (`(B, 1)` at sequence level) of both sides and the BF16 mismatch weight `(B, T)`."""
-    batch, inputs = capture.batch, capture.inputs
+    batch, inputs, level = capture.batch, capture.inputs, args.importance_sampling_level
     assert inputs is not None  # a loss is in hand
-    fp8 = importance_ratio(batch.log_probs, batch.old_log_probs, batch.mask, settings.level)
+    fp8 = importance_ratio(batch.log_probs, batch.old_log_probs, batch.mask, level)
     bf16_old = inputs.get("shadow_old_per_token_logps")
     # Before the first optimizer step the weights are those of the first shadow pass
     bf16 = capture.shadow_per_token_logps if record.weights_moved else bf16_old
@@ -153,16 +119,28 @@ def ratios(record: BatchRecord, capture: Capture, settings: MeasureSettings) -> 
         return Ratios(fp8)
     weight = None
     if batch.weights is not None and batch.sampler_log_probs is not None:
-        kinds = {"mode": settings.mode, "clip_min": settings.clip_min, "clip_max": settings.clip_max}
-        weight = importance_weight(bf16_old, batch.sampler_log_probs, batch.mask, **kinds)
-    return Ratios(fp8, importance_ratio(bf16, bf16_old, batch.mask, settings.level), bf16, weight)
+        weight = importance_weight(
+            bf16_old,
+            batch.sampler_log_probs,
+            batch.mask,
+            mode=args.vllm_importance_sampling_mode,
+            clip_min=args.vllm_importance_sampling_clip_min,
+            clip_max=args.vllm_importance_sampling_clip_max,
+        )
+    return Ratios(fp8, importance_ratio(bf16, bf16_old, batch.mask, level), bf16, weight)
 
 
-def measure_micro_batch(record: BatchRecord, capture: Capture, settings: MeasureSettings) -> dict[str, Metric]:
-    """Metrics of one micro-batch, out of what the loss computed anyway; adds it to the statistics asked for."""
-    batch, inputs = capture.batch, capture.inputs
+def measure_micro_batch(record: BatchRecord, capture: Capture, args: Any) -> dict[str, Metric]:
+    """Metrics of one micro-batch, out of what the loss computed anyway; adds it to the statistics asked for.
+
+    Args:
+        record: of its generation batch.
+        capture: of its loss.
+        args: the run's `FP8GRPOConfig`.
+    """
+    batch, inputs, ref_bounds = capture.batch, capture.inputs, args.reference_bounds
     assert inputs is not None  # a loss is in hand
-    found = ratios(record, capture, settings)
+    found = ratios(record, capture, args)
     kept = batch.mask
     for dropped in capture.masks:
         kept = kept & dropped.bool()
@@ -176,16 +154,16 @@ def measure_micro_batch(record: BatchRecord, capture: Capture, settings: Measure
         metrics |= tokens.entropy_shares(entropy, inputs["advantages"])
     if "old_per_token_logps" in inputs and not record.weights_moved:
         metrics |= tokens.noise_floor(batch.log_probs - batch.old_log_probs, batch.mask)
-    if settings.reads_both_bounds:
+    if args.reads_both_bounds:  # otherwise clip metrics would lie
         assert capture.bounds is not None  # set with the capture of a loss
         lower, upper = capture.bounds
         metrics |= {"clip_bounds/lower": Last(lower), "clip_bounds/upper": Last(upper)}
-        metrics |= tokens.clip_shares(found.fp8, negative, positive, capture.bounds, settings.ref_bounds)
-    if found.bf16 is not None and found.bf16_log_probs is not None and settings.level == "token":
+        metrics |= tokens.clip_shares(found.fp8, negative, positive, capture.bounds, ref_bounds)
+    if found.bf16 is not None and found.bf16_log_probs is not None and args.importance_sampling_level == "token":
         metrics |= tokens.quantization_error(batch.log_probs, found.bf16_log_probs, found.fp8, found.bf16, batch.mask)
-        metrics |= tokens.over_clipping(found.fp8, found.bf16, negative, positive, settings.ref_bounds, entropy)
-        if settings.reads_both_bounds:
-            record.hold(_both_sides(found, batch, negative, positive, capture.bounds, settings))
+        metrics |= tokens.over_clipping(found.fp8, found.bf16, negative, positive, ref_bounds, entropy)
+        if args.reads_both_bounds:
+            record.hold(_both_sides(found, batch, negative, positive, capture.bounds, args))
     if record.statistics is not None:
         fp8, bf16 = found.fp8.expand(kept.shape), None if found.bf16 is None else found.bf16.expand(kept.shape)
         record.statistics.update(fp8, bf16, inputs["advantages"], kept, batch.weights, found.bf16_weight)
@@ -193,16 +171,16 @@ def measure_micro_batch(record: BatchRecord, capture: Capture, settings: Measure
 
 
 def _both_sides(
-    found: Ratios, batch: MicroBatch, negative: Tensor, positive: Tensor, bounds: Any, settings: MeasureSettings
+    found: Ratios, batch: MicroBatch, negative: Tensor, positive: Tensor, bounds: Any, args: Any
 ) -> dict[str, Sum | Mean]:
     """What the decision of a clip policy is about: shares of BF16, and the update ratios of both sides."""
     assert found.bf16 is not None
     fp8, bf16 = (found.fp8, batch.weights), (found.bf16, found.bf16_weight)
-    signed = (batch.advantages, negative, positive)
+    signed, ref_bounds = (batch.advantages, negative, positive), args.reference_bounds
     return {
-        **tokens.bf16_clip_shares(found.bf16, negative, positive, settings.ref_bounds),
-        "update_ratio/fp8": tokens.update_ratio(*fp8, *signed, bounds, settings.delta),
-        "update_ratio/bf16": tokens.update_ratio(*bf16, *signed, settings.ref_bounds, settings.delta),
+        **tokens.bf16_clip_shares(found.bf16, negative, positive, ref_bounds),
+        "update_ratio/fp8": tokens.update_ratio(*fp8, *signed, bounds, args.delta),
+        "update_ratio/bf16": tokens.update_ratio(*bf16, *signed, ref_bounds, args.delta),
     }
 
 

@@ -57,7 +57,7 @@ def mismatch(
 
 
 def upper_tail(ratios: Tensor) -> dict[str, Metric]:
-    """Largest and 99th percentile (nearest rank) of w over all ranks, `(N,)`; NaN entries are no tokens."""
+    """Largest and 99th percentile (nearest rank) of w over all ranks, `(N,)`; NaN entries are left out."""
     ratios = ratios[~torch.isnan(ratios)].sort().values
     if not ratios.numel():
         return {}

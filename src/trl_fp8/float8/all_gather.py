@@ -79,7 +79,7 @@ class GatheredFloat8Linear(SwitchableFloat8Linear):
     # Kept until the weight changes: FSDP2 gathers on a stream of its own, on which the memory of a scale that was
     # dropped after each gather could be written to while a matmul still reads it
     _scale: Tensor | None = None
-    _sharded: tuple[Any, ...] = ()  # in a tuple, so that it is no second parameter
+    _sharded: tuple[Any, ...] = ()  # in a tuple, so that it is not a second parameter
 
     @classmethod
     def from_float(cls, mod: nn.Linear, config: Float8LinearConfig | None = None) -> "GatheredFloat8Linear":

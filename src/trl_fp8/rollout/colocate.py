@@ -47,7 +47,7 @@ def engine_context(
         record: takes metrics, see [`~trl_fp8.diagnostics.MetricWindow`].
 
     Raises:
-        ConnectionError, ValueError: there is no server, or it is not the one the run is configured for; vLLM knows no
+        ConnectionError, ValueError: no server answers, or it is not the one the run is configured for; vLLM knows no
             such engine argument.
     """
     quantization, fp8 = args.rollout_quantization, args.fp8_recipe != "none"

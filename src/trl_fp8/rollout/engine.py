@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from ..config import FP8GRPOConfig
 from ..float8.convert import ConversionReport, whole_shape
+from ..reductions import Mean
 from . import _upstream, same_model
 from .adapters import merging_into_copies
 from .sync_check import SyncCheck
@@ -121,8 +122,8 @@ class SyncedEngine(_upstream.VLLMGeneration):
             raise
         self._record(
             {
-                "rollout/sync_time": (time.perf_counter() - start, 1.0),
-                "rollout/sync_bytes": (float(sent["bytes"]), 1.0),
+                "rollout/sync_time": Mean(time.perf_counter() - start, 1.0),
+                "rollout/sync_bytes": Mean(float(sent["bytes"]), 1.0),
                 **compared,
             }
         )
