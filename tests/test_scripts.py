@@ -8,6 +8,7 @@ from pathlib import Path
 
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
+PACKAGE = Path(__file__).parents[1] / "src" / "trl_fp8"
 
 
 def run(*arguments):
@@ -43,3 +44,13 @@ def test_gpu_check_names_a_folder_without_wheels(tmp_path):
     done = run("--wheels", str(tmp_path))
     assert done.returncode == 2
     assert "no wheel in it" in done.stderr
+
+
+def test_structure_counts_what_is_there():
+    done = subprocess.run(
+        [sys.executable, str(SCRIPTS / "structure.py"), str(PACKAGE)], capture_output=True, text=True, check=True
+    )
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith(f"files: {len(list(PACKAGE.rglob('*.py')))} in 5 folders")
+    assert lines[1].startswith(f"lines: {sum(len(p.read_text().splitlines()) for p in PACKAGE.rglob('*.py'))}, ")
+    assert "_step" in lines[-1]
