@@ -23,8 +23,8 @@ def main(folder: Path) -> None:
         folder / "run", calibration_interval=1, max_steps=8, learning_rate=5e-3, logging_steps=4, bf16=False
     )
     bounds = []
-    end = trainer._end_generation
-    trainer._end_generation = lambda: (end(), bounds.append(trainer.clip_bounds))
+    end = trainer._end_batch
+    trainer._end_batch = lambda: (end(), bounds.append(trainer.clip_bounds))
     trainer.train()
     torch.save(
         {"batches": batches, "bounds": bounds, "log": trainer.state.log_history},

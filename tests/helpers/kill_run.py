@@ -49,7 +49,7 @@ def main(output_dir: str, point: str, result: str) -> None:
     elif where == "step":
         trainer.training_step = kill_at(int(count), trainer.training_step)
     elif where == "recalibration":
-        calibrated.solve = kill_at(int(count), calibrated.solve)
+        calibrated.decide = kill_at(int(count), calibrated.decide)
     elif where == "saving":
         torch.save = kill_at(int(count), torch.save)  # arguments, optimizer, schedule and RNG of each checkpoint
     whole = list(Path(output_dir).glob("checkpoint-*")) and last_whole_checkpoint(output_dir)

@@ -104,8 +104,8 @@ def run(folder: Path, request: dict) -> dict:
     GATHERS.clear()
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     bounds = []
-    end = trainer._end_generation
-    trainer._end_generation = lambda: (end(), bounds.append(trainer.clip_bounds))
+    end = trainer._end_batch
+    trainer._end_batch = lambda: (end(), bounds.append(trainer.clip_bounds))
     resume = request.get("resume")
     trainer.train(resume_from_checkpoint=str(folder / resume) if resume else None)
     trainer.save_model(str(folder / request["name"] / "final"))
