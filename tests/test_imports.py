@@ -28,7 +28,7 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 300, 60
 # room (a wing, or a module at the top) -> rooms it imports, and distributions outside the standard library
 ROOMS = {
     "_upstream": (set(), {"peft", "torch", "torchao", "transformers", "trl"}),
-    "float8": ({"_upstream"}, {"torch", "torchao", "transformers"}),
+    "float8": ({"_upstream"}, {"accelerate", "torch", "torchao", "transformers"}),
     "reductions": (set(), {"torch"}),
     "clipping": ({"reductions"}, {"torch", "transformers"}),
     "diagnostics": ({"clipping", "reductions"}, {"torch"}),
@@ -42,14 +42,14 @@ ROOMS = {
     ),
     "checks": (
         {"clipping", "config", "distributed", "float8"},
-        {"datasets", "torch", "transformers"},
+        {"accelerate", "datasets", "torch", "transformers"},
     ),
     "checkpoints": ({"_upstream", "config", "diagnostics", "distributed"}, {"transformers", "trl"}),
     "policy_host": (
         {"checkpoints", "checks", "clip_checks", "clipping", "config", "diagnostics", "reductions"},
         {"torch", "trl"},
     ),
-    "reference": ({"config", "float8"}, {"transformers", "trl"}),
+    "reference": ({"config", "float8"}, {"accelerate", "transformers", "trl"}),
     "plain_checkpoint": ({"checkpoints"}, {"safetensors", "torch"}),
     "export": ({"float8", "plain_checkpoint", "rollout"}, {"safetensors", "torch", "transformers"}),
     "startup": ({"clipping", "config", "float8"}, set()),

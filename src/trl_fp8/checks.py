@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from accelerate.utils import is_peft_model
 from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig
@@ -98,7 +99,7 @@ def check_model(model: Any, args: FP8GRPOConfig, world: World, policies: list[Cl
 
 def _refuse_bypassing(model: Any, recipe: str) -> None:
     """Refuse adapters that multiply by the base weight themselves: their layers would look converted (peft 0.21)."""
-    for config in getattr(model, "peft_config", {}).values():
+    for config in model.peft_config.values() if is_peft_model(model) else ():
         kind = getattr(config.peft_type, "value", config.peft_type)
         if kind in ("HRA", "SHIRA") or (kind == "MISS" and config.init_weights == "bat"):
             raise ValueError(

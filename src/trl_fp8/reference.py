@@ -8,6 +8,7 @@ FP8 starts at KL 0, and everything the KL then grows by is training.
 import contextlib
 from typing import Any
 
+from accelerate.utils import is_peft_model
 from transformers import PreTrainedModel
 from trl import GRPOTrainer
 
@@ -50,7 +51,7 @@ def own_precision_of_reference(model: Any, args: FP8GRPOConfig) -> contextlib.Ab
 
 def without_adapter(model: Any) -> bool:
     """Whether a PEFT model computes as TRL's reference does: adapters off, or the frozen copy `"ref"`."""
-    if not hasattr(model, "get_model_status"):
+    if not is_peft_model(model):
         return False
     if model.active_peft_config.is_prompt_learning:  # it has no layers; PEFT turns it off by taking its forward away
         return model.forward == model.base_model.forward

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from accelerate.utils import is_peft_model
 from torch import nn
 from torchao.float8 import convert_to_float8_training
 
@@ -28,7 +29,7 @@ def decoder_layers(model: Any) -> list[nn.Module]:
     Raises:
         ValueError: the model does not say which they are.
     """
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = model.get_base_model() if is_peft_model(model) else model
     layers = getattr(base.get_decoder(), "layers", None)
     if not isinstance(layers, nn.ModuleList) or not layers:
         raise ValueError(
