@@ -126,7 +126,7 @@ def test_the_checkpoint_just_saved_stays_where_another_run_left_a_higher_step(tm
 def test_what_is_no_checkpoint_is_refused_with_those_there_are(tmp_path, name):
     settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 4}
     build_trainer(tmp_path, **settings).train()
-    with pytest.raises(ValueError, match="is no checkpoint: .* checkpoint-4. Name one"):
+    with pytest.raises(ValueError, match="is not a checkpoint, .* checkpoint-4. Name one"):
         build_trainer(tmp_path, **settings).train(resume_from_checkpoint=str(tmp_path / name))
 
 
