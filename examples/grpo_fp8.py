@@ -46,6 +46,8 @@ from trl.models import unwrap_model_for_generation
 from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer
 
 
+sys.path.insert(0, os.getcwd())  # `my_rewards.py` and `my_policies.py` beside the user count
+
 # TRL sets the old name of a setting that transformers has renamed; the warning would break the progress bar apart
 warnings.filterwarnings("ignore", message=".*gradient_checkpointing.*", category=FutureWarning)
 
@@ -105,6 +107,13 @@ def given_settings(argv: list[str]) -> dict[str, Any]:
 
 def defaults_for(given: dict[str, Any]) -> dict[str, Any]:
     """Defaults of the embedded task or of a named model on it; none for a run with its own data set."""
+    defaults = _defaults_for(given)
+    if given.get("clip_policy", "auto") not in ("auto", "calibrated"):
+        defaults.pop("calibration_interval", None)
+    return defaults
+
+
+def _defaults_for(given: dict[str, Any]) -> dict[str, Any]:
     model, dataset = given.get("model_name_or_path"), given.get("dataset_name") or given.get("datasets")
     if dataset and not model:
         raise ValueError(

@@ -183,7 +183,9 @@ def test_only_every_interval_th_generation_batch_is_shadowed(tmp_path, monkeypat
     trainer = build_trainer(tmp_path, calibration_interval=2, max_steps=20)  # 5 generation batches
     trainer.train()
     assert counter.high == 2 * (1 + 3)
-    assert len(logged(trainer, "clip_share/lower_bf16")) == 2
+    assert len(logged(trainer, "update_ratio/bf16")) == 2
+    steps = [entry["step"] for entry in trainer.state.log_history if "clip_share/lower_bf16" in entry]
+    assert steps == [5, 6, 7, 8, 13, 14, 15, 16]
     lower = logged(trainer, "clip_bounds/lower")
     assert lower[:8] == [0.6] * 8  # in force through the second batch; the new bound holds from the third
     assert lower[8] != 0.6
@@ -219,7 +221,11 @@ def test_the_streamed_decision_is_calibrate_bounds_over_the_pooled_tokens(settin
     assert not expected.degenerate
     assert trainer.clip_bounds == (expected.lower, expected.upper)
     assert logged(trainer, "clip_bounds/lower_target") == [expected.lower_target]
-    assert logged(trainer, "clip_share/lower_bf16") == [pytest.approx(expected.alpha_low, rel=1e-12)]
+    scored = [entry for entry in trainer.state.log_history if "clip_count/lower_bf16" in entry]
+    clipped, negative = (sum(e[f"clip_count/{key}"] for e in scored) for key in ("lower_bf16", "negative"))
+    assert clipped / negative == pytest.approx(expected.alpha_low, rel=1e-12)
+    assert logged(trainer, "update_ratio/bf16") == [pytest.approx(expected.rho_ref, rel=1e-12)]
+    assert logged(trainer, "update_ratio/fp8") == [pytest.approx(expected.rho_before, rel=1e-12)]
     assert logged(trainer, "update_ratio/after") == [pytest.approx(expected.rho_after, rel=1e-12)]
     ratio, ref_ratio, _, mask, *_ = recorder.pooled(0, None)
     assert not torch.equal(ratio[mask], ref_ratio[mask])
@@ -610,7 +616,7 @@ def test_the_start_up_line_says_what_is_in_force(tmp_path, capsys):
         "fp8_recipe=rowwise",
         "14/15 layers (emulated)",
         "transformers with the training forward (FP8)",
-        "clip bounds [0.6, 1.8], a resumed run's from its checkpoint",
+        "clip bounds [0.6, 1.8] (a resumed run's are those of its checkpoint)",
         "BF16 reference [0.8, 1.24]",
         "first recalibration after generation batch 3 (optimizer step 12)",
         "steps_per_generation=8",

@@ -53,18 +53,18 @@ def resolve_clip_policy(args: "FP8GRPOConfig") -> tuple[str, str | None]:
     return args.clip_policy, None
 
 
-def policy_arguments(args: "FP8GRPOConfig") -> dict[str, Any]:
-    """Arguments of the policy that the run's `clip_policy` names."""
-    given = dict(cast(dict, args.clip_policy_kwargs or {}))
-    if args.resolved_clip_policy != "calibrated":
-        return given
-    search = args.clip_search
-    own = {
-        "calibration_interval": args.calibration_interval,
-        "clip_lower_init": args.clip_lower_init,
-        "clip_upper_init": min(args.clip_upper_init, search.clip_upper_max),  # the interval may end at `delta`
-    }
-    return {**own, **vars(search), **given}
+def clip_policy_of(args: "FP8GRPOConfig") -> ClippingPolicy:
+    """The policy that the run's `clip_policy` names, which is not "fixed"."""
+    settings = {}
+    if args.resolved_clip_policy == "calibrated":
+        search = args.clip_search
+        settings = {
+            "calibration_interval": args.calibration_interval,
+            "clip_lower_init": args.clip_lower_init,
+            "clip_upper_init": min(args.clip_upper_init, search.clip_upper_max),  # the interval may end at `delta`
+            **vars(search),
+        }
+    return build_policy(args.resolved_clip_policy, cast(dict, args.clip_policy_kwargs or {}), settings)
 
 
 def calibration_problem(args: "FP8GRPOConfig", search: ClipSearch) -> tuple[str, str] | None:
@@ -124,7 +124,7 @@ def apply_requirements(args: "FP8GRPOConfig", policy: ClippingPolicy) -> None:
 def check_clip(args: "FP8GRPOConfig") -> None:
     """What the resolved policy and the shadow passes need of the finished configuration."""
     if args.resolved_clip_policy != "fixed":
-        check_policy(build_policy(args.resolved_clip_policy, policy_arguments(args)), args)
+        check_policy(clip_policy_of(args), args)
     if args.shadow_interval is None:
         return
     if args.neftune_noise_alpha:
@@ -155,8 +155,8 @@ def check_policy(policy: ClippingPolicy, args: "FP8GRPOConfig") -> None:
         raise ValueError(
             f"{name} moves both clip bounds, but loss_type={args.loss_type!r} with importance_sampling_level="
             f"{args.importance_sampling_level!r} does not clip token ratios at both (it does not read both clip "
-            "bounds, or clips one ratio per sequence). Use loss_type grpo, bnpo, dr_grpo or dapo at token level, or "
-            "clip_policy='fixed'."
+            "bounds, or clips one ratio per sequence). Use loss_type grpo, bnpo, dr_grpo or dapo at token level, "
+            "clip_policy='fixed', or reads_both_bounds = False in a policy that only weighs tokens."
         )
     if isinstance(policy, CalibratedClippingCallback):
         problem = calibration_problem(args, policy.search)
@@ -175,6 +175,11 @@ def give_way_to_callbacks(args: "FP8GRPOConfig", policies: list[ClippingPolicy])
             f"clip_policy={args.clip_policy!r} with {type(policies[0]).__name__} in callbacks: a run has one clip "
             "policy. Leave clip_policy unset, or take the policy out of callbacks."
         )
+    if policies and args.clip_policy_kwargs:
+        raise ValueError(
+            f"clip_policy_kwargs={args.clip_policy_kwargs!r} with {type(policies[0]).__name__} in callbacks, which is "
+            "built already. Pass the arguments to its constructor."
+        )
     for policy in policies:
         apply_requirements(args, policy)
 
@@ -191,16 +196,20 @@ def check_policies(policies: list[ClippingPolicy], args: "FP8GRPOConfig") -> Non
         check_policy(policy, args)
 
 
-def warn_ignored_settings(policy: ClippingPolicy, args: "FP8GRPOConfig") -> None:
-    """Name the settings of the default policy that another one ignores."""
+def warn_ignored_settings(policy: ClippingPolicy | None, args: "FP8GRPOConfig") -> None:
+    """Name the settings of the calibrated policy that another one, or none, ignores."""
     defaults = {f.name: f.default for f in dataclasses.fields(args)}
     own = policy.arguments() if isinstance(policy, CalibratedClippingCallback) else {}
     given = {name: getattr(args, name) for name in _POLICY_SETTINGS}
     ignored = [name for name, value in given.items() if value not in (defaults[name], own.get(name))]
     if ignored:
         logger.warning(
-            f"No effect of {', '.join(ignored)} in FP8GRPOConfig: the clip policy of this run "
-            f"({type(policy).__name__}) has its own settings."
+            f"No effect of {', '.join(ignored)} in FP8GRPOConfig: "
+            + (
+                f"the clip policy of this run ({type(policy).__name__}) has its own settings."
+                if policy is not None
+                else "the clip bounds of this run are fixed."
+            )
         )
 
 

@@ -11,7 +11,6 @@ from trl import GRPOTrainer
 from . import checks, clip_checks
 from .checkpoints import RunRecord
 from .clipping.policy import ClippingPolicy
-from .clipping.registry import build_policy
 from .clipping.statistics import ClipStatistics
 from .config import FP8GRPOConfig
 from .diagnostics.record import BatchRecord, Capture
@@ -25,11 +24,12 @@ def with_clip_policy(callbacks: list | None, args: FP8GRPOConfig) -> list:
     Raises:
         ValueError: both name one, or a policy requires another value of a field than was set.
     """
-    given = [callback for callback in callbacks or () if isinstance(callback, ClippingPolicy)]
+    # transformers takes a class for an instance without arguments
+    callbacks = [c() if isinstance(c, type) and issubclass(c, ClippingPolicy) else c for c in callbacks or ()]
+    given = [callback for callback in callbacks if isinstance(callback, ClippingPolicy)]
     clip_checks.give_way_to_callbacks(args, given)
-    name = args.resolved_clip_policy
-    own = [] if given or name == "fixed" else [build_policy(name, clip_checks.policy_arguments(args))]
-    return [*(callbacks or ()), *own]
+    own = [] if given or args.resolved_clip_policy == "fixed" else [clip_checks.clip_policy_of(args)]
+    return [*callbacks, *own]
 
 
 class PolicyHost(GRPOTrainer):
@@ -98,6 +98,8 @@ class PolicyHost(GRPOTrainer):
 
     def _start_policy(self) -> None:
         self._adopt_policy()
+        if self._policy() is None:
+            clip_checks.warn_ignored_settings(None, self.args)
         self._run = RunRecord(self.args, lambda: [type(policy).__name__ for policy in self._policies()])
         self.add_callback(self._run)
 
@@ -115,8 +117,12 @@ class PolicyHost(GRPOTrainer):
 
     def _put_bounds_in_force(self) -> None:
         policy = self._policy()
-        if policy is not None and policy.bounds is not None:
+        if policy is None or policy.bounds is None:
+            return
+        try:
             self.clip_bounds = policy.bounds
+        except ValueError as error:
+            raise ValueError(f"bounds={policy.bounds} of {type(policy).__name__}: {error}") from error
 
     def _load_callback_state(self) -> None:
         ours = [c for c in self.callback_handler.callbacks if isinstance(c, (ClippingPolicy, RunRecord))]

@@ -31,22 +31,27 @@ def startup_line(
         parts.append(f"rollout: {engine} in {precision}{cache} (correction {correction})")
     else:
         parts.append("rollout: transformers with the training forward" + (" (FP8)" if report else ""))
-    ref_lower, ref_upper = args.reference_bounds
-    parts.append(f"clip bounds [{clip_bounds[0]:.4g}, {clip_bounds[1]:.4g}], a resumed run's from its checkpoint")
-    parts.append(f"epsilon and epsilon_high are the BF16 reference [{ref_lower:.4g}, {ref_upper:.4g}]")
     policies = list(policies)
-    parts += [policy.announcement(args) for policy in policies]
-    if args.auto_reason and not policies:
-        parts.append(f"clip_policy='auto' is 'fixed' here: {args.auto_reason.rstrip('.')}")
+    if args.reads_both_bounds:
+        resumed = " (a resumed run's are those of its checkpoint)" if policies else ""
+        parts.append(f"clip bounds [{clip_bounds[0]:.4g}, {clip_bounds[1]:.4g}]{resumed}")
+        if policies or args.shadow_interval is not None:
+            ref_lower, ref_upper = args.reference_bounds
+            parts.append(f"epsilon and epsilon_high are the BF16 reference [{ref_lower:.4g}, {ref_upper:.4g}]")
+    parts += [f"clip policy {p.name or type(p).__name__}: {p.announcement(args)}" for p in policies]
+    if not policies:
+        parts.append("clip policy fixed" + (f" (auto: {args.auto_reason.rstrip('.')})" if args.auto_reason else ""))
     if args.shadow_interval is not None:
-        parts.append(f"every {args.shadow_interval}th generation batch is scored in BF16 as well")
+        parts.append(f"scored in BF16 as well: one generation batch in {args.shadow_interval}")
     if args._default_steps_per_generation:
         parts.append(f"steps_per_generation={args.steps_per_generation} (default 4 * gradient_accumulation_steps)")
     elif args.fp8_recipe != "none" and args.ratios_are_one:
         parts.append(
             f"steps_per_generation={args.steps_per_generation}: one update per generation batch, so every ratio is 1 "
-            "(with another clip_policy than 'fixed' the default is four)"
+            "(with another clip_policy than 'fixed', or with shadow_interval, the default makes four)"
         )
+    else:
+        parts.append(f"steps_per_generation={args.steps_per_generation}")
     if args.save_strategy == "steps" and args.save_steps * args.gradient_accumulation_steps % (
         args.micro_batches_per_generation
     ):

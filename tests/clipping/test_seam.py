@@ -217,7 +217,7 @@ def test_auto_that_is_fixed_says_so_at_the_start(tmp_path, capsys):
     trainer = build_trainer(tmp_path, loss_type="cispo", epsilon_high=5.0, max_steps=1)
     assert not [c for c in trainer.callback_handler.callbacks if isinstance(c, ClippingPolicy)]
     line = capsys.readouterr().out.splitlines()[-1]
-    assert "clip_policy='auto' is 'fixed' here: loss_type='cispo' does not read both clip bounds" in line
+    assert "clip policy fixed (auto: loss_type='cispo' does not read both clip bounds" in line
     trainer.train()
     assert trainer.epsilon_high == 5.0
 

@@ -18,7 +18,7 @@ from trl_fp8.rollout.pairing import pair_warning
 
 
 def test_the_config_offers_every_recipe_and_no_other():
-    assert get_args(get_type_hints(FP8GRPOConfig)["fp8_recipe"]) == ("none", *RECIPES)
+    assert set(get_args(get_type_hints(FP8GRPOConfig)["fp8_recipe"])) == {"none", *RECIPES}
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,8 @@ def test_only_tensorwise_kernels_write_what_is_not_bf16():
         except ValueError as error:
             assert str(error).startswith(f"bf16=False with fp8_recipe={recipe!r}")  # noqa: PT017
             refused.append(recipe)
-    assert refused == ["rowwise", "rowwise_with_gw_hp", "blockwise"]
+    assert "tensorwise" not in refused
+    assert {"rowwise", "rowwise_with_gw_hp", "blockwise"} <= set(refused)
 
 
 def test_another_recipe_is_a_record(tmp_path, monkeypatch):

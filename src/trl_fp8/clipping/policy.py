@@ -79,7 +79,7 @@ class ClippingPolicy(TrainerCallback, ExportableState):
 
     def announcement(self, args: Any) -> str:
         """What the trainer's start-up line says of this policy."""
-        return f"clip policy {self.name or type(self).__name__}"
+        return ", ".join(f"{name}={value}" for name, value in self.arguments().items()) or "no arguments"
 
     # -- events, in training only -------------------------------------------------------------------------------------
 
@@ -112,12 +112,12 @@ class ClippingPolicy(TrainerCallback, ExportableState):
         Raises:
             TypeError: an attribute of the state is not a number.
         """
-        attributes = {name: getattr(self, name) for name in self.state_attributes}
+        attributes = {name: getattr(self, name, None) for name in self.state_attributes}
         wrong = {name: value for name, value in attributes.items() if not isinstance(value, (int, float))}
         if wrong:
             raise TypeError(
                 f"state_attributes of {type(self).__name__} names {wrong}, and a checkpoint keeps ints and floats "
-                "only. Keep numbers in these attributes."
+                "only. Set these attributes to numbers in the constructor."
             )
         return {"args": self.arguments(), "attributes": attributes}
 

@@ -43,10 +43,14 @@ def policy_class(clip_policy: str) -> type[ClippingPolicy]:
         )
     try:
         found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
+    except ImportError as error:
         raise ValueError(
             f"clip_policy={clip_policy!r} cannot be imported ({error}). Start where Python finds the module "
             f"{module!r}, or add its folder to PYTHONPATH."
+        ) from error
+    except AttributeError as error:
+        raise ValueError(
+            f"clip_policy={clip_policy!r}: the module {module!r} has no {name!r} ({error}). Name one of its classes."
         ) from error
     if not (isinstance(found, type) and issubclass(found, ClippingPolicy)):
         raise ValueError(
@@ -56,15 +60,17 @@ def policy_class(clip_policy: str) -> type[ClippingPolicy]:
     return found
 
 
-def build_policy(clip_policy: str, kwargs: Mapping[str, Any]) -> ClippingPolicy:
-    """The policy that `clip_policy` names, built with `kwargs`.
+def build_policy(
+    clip_policy: str, kwargs: Mapping[str, Any], settings: Mapping[str, Any] | None = None
+) -> ClippingPolicy:
+    """The policy that `clip_policy` names, built with `kwargs`, which win over `settings` of the run.
 
     Raises:
         ValueError: as [`policy_class`], or the policy does not take these arguments.
     """
     cls = policy_class(clip_policy)
     try:
-        return cls(**kwargs)
+        return cls(**{**(settings or {}), **kwargs})
     except TypeError as error:
         raise ValueError(
             f"clip_policy_kwargs={dict(kwargs)!r} with clip_policy={clip_policy!r}: {error}. Pass the arguments of "

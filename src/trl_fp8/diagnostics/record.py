@@ -163,22 +163,22 @@ def measure_micro_batch(record: BatchRecord, capture: Capture, args: Any) -> dic
         metrics |= tokens.quantization_error(batch.log_probs, found.bf16_log_probs, found.fp8, found.bf16, batch.mask)
         metrics |= tokens.over_clipping(found.fp8, found.bf16, negative, positive, ref_bounds, entropy)
         if args.reads_both_bounds:
-            record.hold(_both_sides(found, batch, negative, positive, capture.bounds, args))
+            metrics |= tokens.bf16_clip_shares(found.bf16, negative, positive, ref_bounds)
+            record.hold(_update_ratios(found, batch, negative, positive, capture.bounds, args))
     if record.statistics is not None:
         fp8, bf16 = found.fp8.expand(kept.shape), None if found.bf16 is None else found.bf16.expand(kept.shape)
         record.statistics.update(fp8, bf16, inputs["advantages"], kept, batch.weights, found.bf16_weight)
     return metrics
 
 
-def _both_sides(
+def _update_ratios(
     found: Ratios, batch: MicroBatch, negative: Tensor, positive: Tensor, bounds: Any, args: Any
 ) -> dict[str, Sum | Mean]:
-    """What the decision of a clip policy is about: shares of BF16, and the update ratios of both sides."""
+    """The update ratios of both sides, which a decision brings together over a whole batch."""
     assert found.bf16 is not None
     fp8, bf16 = (found.fp8, batch.weights), (found.bf16, found.bf16_weight)
     signed, ref_bounds = (batch.advantages, negative, positive), args.reference_bounds
     return {
-        **tokens.bf16_clip_shares(found.bf16, negative, positive, ref_bounds),
         "update_ratio/fp8": tokens.update_ratio(*fp8, *signed, bounds, args.delta),
         "update_ratio/bf16": tokens.update_ratio(*bf16, *signed, ref_bounds, args.delta),
     }
